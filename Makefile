@@ -223,6 +223,8 @@ check-wheel:
 	  -c $(WHEEL_ENVIRONMENT)/constraints.txt $(WHEEL)
 	@cd $(WHEEL_ENVIRONMENT) && env -i PATH= HOME=/nonexistent \
 	  bin/python -I -W error:preact_kernels "$(CURDIR)/tests/wheel/check_installed.py"
+	@cd $(WHEEL_ENVIRONMENT) && env -i PATH= HOME=/nonexistent \
+	  bin/python -I -m preact_kernels check --backends cpu --dtypes float32
 
 VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' preact_kernels/__init__.py)
 check-release:

@@ -61,7 +61,10 @@ def main() -> None:
 
     model = resnet(args.depth, train.classes).to(device, memory_format=torch.channels_last)
     pk.convert(model)  # runs BatchNorm-ReLU-Conv fused; without this line, plain PyTorch
-    print(f"keeps {pk.saved_bytes(model, batches[0][0]) / 2**20:,.0f} MiB for the backward")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.bf16)
+    with autocast:
+        kept = pk.saved_bytes(model, batches[0][0])
+    print(f"keeps {kept / 2**20:,.0f} MiB for the backward")
 
     options = {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True}
     optimizer = torch.optim.SGD(model.parameters(), args.lr, **options)
@@ -72,7 +75,7 @@ def main() -> None:
         for step in range(epoch * steps, (epoch + 1) * steps):
             images, labels = batches[step]
             images = images.to(memory_format=torch.channels_last)
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            with autocast:
                 loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
@@ -82,7 +85,7 @@ def main() -> None:
         mean_loss = float(total) / steps  # waits for a GPU to finish
         rate = steps * args.batch / (time.perf_counter() - start_s)
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), autocast:
             parts = zip(test.images.split(500), test.labels.split(500), strict=True)
             right = sum(int((model(x).argmax(1) == y).sum()) for x, y in parts)
         accuracy = right / len(test.labels)

@@ -1,7 +1,9 @@
-"""What runs here, and a check of it: `python -m preact_kernels [check]`."""
+"""Reports the available backends, and checks their kernels: `python -m preact_kernels [check]`."""
 
 import argparse
+import faulthandler
 import importlib.metadata
+import os
 import platform
 import re
 import sys
@@ -27,6 +29,20 @@ UNITS = {
     "3x3, 64 channels, 4 groups": ((64, 16, 3, 3), {"padding": 1, "groups": 4}),
 }
 """Convolutions behind a batch norm and a ReLU: the shape of the weight, and other arguments."""
+
+
+def heading() -> list[str]:
+    """Lines that say what runs, from where, and on what."""
+    package = Path(__file__).parent
+    lines = [versions(), f"package: {package}", *devices()]
+    try:
+        installed = importlib.metadata.distribution("preact-kernels").locate_file(package.name)
+    except importlib.metadata.PackageNotFoundError:
+        return lines
+    installed = Path(str(installed)).resolve()
+    if installed.exists() and installed != package.resolve():
+        lines.append(f"this folder hides {installed}: run from another folder to use that package")
+    return lines
 
 
 def versions() -> str:
@@ -63,20 +79,20 @@ def served_units(device: torch.device) -> list[str]:
         " ".join(
             [
                 f"{f'BN-ReLU-Conv on {device.type}':{width}}",
-                *(f"{dtype_name(d):28}" for d in dtypes),
+                *(f"{dtype_name(d):30}" for d in dtypes),
             ]
         )
     ]
     for name, (shape, arguments) in UNITS.items():
         weight = torch.empty(shape, device="meta")
         found = [dispatch.backend_for(weight, dtype=d, device=device, **arguments) for d in dtypes]
-        lines.append(" ".join([f"{name:{width}}", *(f"{text:28}" for text in found)]))
+        lines.append(" ".join([f"{name:{width}}", *(f"{text:30}" for text in found)]))
     return [line.rstrip() for line in lines]
 
 
 def report() -> None:
     """Prints versions, devices, backends, and which backend runs common units."""
-    print(versions(), *devices(), "", sep="\n")
+    print(*heading(), "", sep="\n")
     for backend in dispatch.BACKENDS:
         error = backend.load_error()
         state = f"not available: {error}" if error else "available"
@@ -91,22 +107,30 @@ def report() -> None:
 def check(backends: Sequence[dispatch.Backend], dtypes: Sequence[str]) -> int:
     """Checks backends in the dtypes named, or in all. Returns 1 if a result is wrong, else 0."""
     begin_s = time.monotonic()
-    print(versions(), *devices(), sep="\n")
+    print(*heading(), "", sep="\n")
     print(
-        "\nThe largest error of outputs, gradients and running statistics, as a share of what is "
+        "The largest error of outputs, gradients and running statistics, as a share of what is "
         "allowed:\ntwice the error of plain PyTorch in the same dtype, and one rounding. Above 1 "
         "is a MISS.\n"
     )
     is_right = True
     for backend in backends:
-        if columns := [c for c in columns_of(backend) if not dtypes or str(c) in dtypes]:
-            is_right &= check_backend(backend, columns)
+        columns = [c for c in columns_of(backend) if not dtypes or str(c) in dtypes]
+        is_right &= check_backend(backend, columns)
     for backend in dispatch.BACKENDS:
-        if not backend.is_available():
-            print(f"not checked: {backend.name} ({backend.load_error()})")
+        if reason := refusal(backend):
+            print(f"not checked: {backend.name} ({reason})")
+    names = ", ".join(b.name for b in backends)
     verdict = "all results are right" if is_right else "some results are wrong"
-    print(f"{verdict}; {time.monotonic() - begin_s:.0f} s")
+    print(f"checked: {names}; {verdict}; {time.monotonic() - begin_s:.0f} s")
+    if names == "reference":
+        print("`reference` is plain PyTorch: no kernel of this package was checked")
     return int(not is_right)
+
+
+def refusal(backend: dispatch.Backend) -> str:
+    """Why a backend cannot be checked, or an empty string."""
+    return backend.load_error() or ("it is interpreted" if backend.only_by_name else "")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,19 +138,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m preact_kernels", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="check")
     checking = commands.add_parser("check", help="compare kernels with float64 on this machine")
-    available = {b.name: b for b in dispatch.BACKENDS if b.is_available()}
-    dtypes = dict.fromkeys(str(c) for b in available.values() for c in columns_of(b))
+    known = {b.name: b for b in dispatch.BACKENDS}
+    dtypes = list(dict.fromkeys(str(c) for b in known.values() for c in columns_of(b)))
     add = checking.add_argument
-    add("--backends", nargs="+", choices=available, default=list(available), metavar="NAME",
-        help=f"of {', '.join(available)}; all by default")  # fmt: skip
+    add("--backends", nargs="+", choices=known, metavar="NAME",
+        help=f"one or more of {', '.join(known)}; default: all that are available")  # fmt: skip
     add("--dtypes", nargs="+", choices=dtypes, default=[], metavar="DTYPE",
-        help=f"of {', '.join(dtypes)}; all by default")  # fmt: skip
+        help=f"one or more of {', '.join(dtypes)}; default: all")  # fmt: skip
     given = parser.parse_args(arguments)
-    if given.command == "check":
-        return check([available[name] for name in given.backends], given.dtypes)
-    report()
-    return 0
+    if given.command is None:
+        report()
+        return 0
+    names = given.backends or [name for name, b in known.items() if not refusal(b)]
+    backends = [known[name] for name in dict.fromkeys(names)]
+    for backend in backends:
+        if reason := refusal(backend):
+            checking.error(f"backend {backend.name} cannot be checked: {reason}")
+        if given.dtypes and not {*map(str, columns_of(backend))} & {*given.dtypes}:
+            checking.error(f"backend {backend.name} serves none of {', '.join(given.dtypes)}")
+    return check(backends, given.dtypes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    faulthandler.enable()
+    os.environ.setdefault("PREACT_KERNELS_POISON", "1")  # new outputs are NaN until written
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -62,9 +62,9 @@ def check(
         all_inputs = [off_kinks(plain, inputs, **options)] * draws
     else:
         all_inputs = [off_kinks(plain, i, **options) for i in inputs]
-    results, judgements = compare(fused, plain, all_inputs, **options)
-    assert_no_fault(judgements)
-    return results
+    comparison = compare(fused, plain, all_inputs, **options)
+    assert_no_fault(comparison.judgements)
+    return comparison.runs[0]
 
 
 def check_conv(

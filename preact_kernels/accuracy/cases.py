@@ -1,7 +1,7 @@
 """Calls that reach every kernel of a backend, in the shapes of common networks and a few others."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,14 @@ class Case(NamedTuple):
     plain: Any
     inputs: dict[str, Tensor]  # named as the arguments of `fused`
 
+    def to(self, device: torch.device) -> "Case":
+        """The case on a device."""
+        fused, plain = (
+            f.to(device) if isinstance(f, nn.Module) else f for f in (self.fused, self.plain)
+        )
+        inputs = {name: t.to(device) for name, t in self.inputs.items()}
+        return Case(self.name, fused, plain, inputs)
+
 
 class _Autocast(nn.Module):
     """A module under autocast; as it is in float64."""
@@ -39,62 +47,6 @@ class _Autocast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, self.dtype, enabled=x.dtype != torch.float64):
             return self.module(x)
-
-
-def cases(dtype: torch.dtype) -> dict[str, list[Case]]:
-    """The cases with activations in `dtype`, by kind."""
-    found = {
-        "batch norm, ReLU": [_norm("batch", "relu", dtype)],
-        "batch norm, evaluation": [_norm("batch", "relu", dtype, training=False)],
-        "batch norm, every activation": [_norm("batch", a, dtype) for a in ACTIVATIONS],
-        "group norm, SiLU": [_norm("group", "silu", dtype), _norm("group", "silu", dtype, True)],
-        "instance norm, leaky ReLU": [_norm("instance", "leaky_relu", dtype)],
-        "1x1 convolution": [
-            *(_conv(dtype, c, k, 1) for c, k in ((16, 64), (32, 128), (64, 256), (48, 96))),
-            *(_conv(dtype, c, k, 1, "residual") for c, k in ((64, 16), (128, 32), (256, 64))),
-        ],
-        "3x3 convolution": [
-            *(_conv(dtype, c, c, 3, "residual") for c in (16, 32, 64)),
-            _conv(dtype, 32, 48, 3),
-            *(_conv(dtype, c, c, 3, image=(7, 9)) for c in (16, 32, 64)),
-        ],
-        "5x5 convolution": [_conv(dtype, 16, 32, 5)],
-        "strided convolution": [
-            _conv(dtype, 64, 128, 1, stride=2),
-            _conv(dtype, 32, 64, 3, stride=2),
-        ],
-        "large weight": [_conv(dtype, 256, 256, 3), _conv(dtype, 512, 512, 1)],
-        "groups, dilation, bias": [
-            _conv(dtype, 48, 32, 3, groups=4, bias=True),
-            _conv(dtype, 10, 17, 3, padding=2, dilation=2, bias=True),
-        ],
-        "3-D convolution": [_conv_3d(dtype)],
-        "convolution, evaluation": [_conv(dtype, 64, 64, 3, training=False)],
-        "group norm, SiLU, convolution": [
-            _conv(dtype, 64, 64, 3, "residual", "scale", "shift", norm="group"),
-            _conv(dtype, 64, 32, 1, norm="group"),
-        ],
-        "residual addition": [_residual_add(dtype)],
-        "layouts and dropout masks": [
-            _layout("nhwc", dtype),
-            _layout("nchw", dtype),
-            _dropout(dtype),
-        ],
-        "bottlenecks": [_stage(dtype, "bottleneck", width) for width in (16, 32, 64)],
-        "basic blocks": [_stage(dtype, "basic", width) for width in (16, 32, 64)],
-        "projection": [_stage(dtype, kind, 16, projects=True) for kind in ("basic", "bottleneck")],
-        "rebuilt residual stream": [
-            _stage(dtype, kind, 16, count=3, memory="rebuild") for kind in ("basic", "bottleneck")
-        ],
-        "checkpoints": [_stage(dtype, "bottleneck", 16, count=3, memory="checkpoint", segments=2)],
-    }  # fmt: skip
-    if dtype in HALF:
-        found["float32 residual stream"] = [
-            _stage(dtype, "bottleneck", 16, count=3, memory=memory, residual_dtype=torch.float32)
-            for memory in ("store", "rebuild")
-        ]
-        found["autocast"] = [_under_autocast(dtype)]
-    return found
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
@@ -256,3 +208,84 @@ def _under_autocast(dtype: torch.dtype) -> Case:
     case = _stage(torch.float32, "bottleneck", 16)
     fused, plain = (_Autocast(m, dtype) for m in (case.fused, case.plain))
     return Case("autocast", fused, plain, case.inputs)
+
+
+def _convs(
+    *sizes: tuple[int, int], size: int, given: Sequence[str] = (), **options: Any
+) -> Callable[[torch.dtype], list[Case]]:
+    """Units of one kernel, by channels before and after the convolution."""
+    return lambda dtype: [_conv(dtype, c, k, size, *given, **options) for c, k in sizes]
+
+
+def _many_pixels(dtype: torch.dtype) -> list[Case]:
+    return [
+        _conv(dtype, 16, 16, 3, "residual", image=(32, 32)),
+        _conv(dtype, 16, 64, 1, image=(32, 32)),
+        _conv(dtype, 32, 32, 3, image=(32, 32), norm="group"),
+    ]
+
+
+def _float32_streams(dtype: torch.dtype) -> list[Case]:
+    modes = ("store", "rebuild") if dtype in HALF else ()
+    return [
+        _stage(dtype, "bottleneck", 16, count=3, memory=memory, residual_dtype=torch.float32)
+        for memory in modes
+    ]
+
+
+def _stages(*widths: int, kind: str, **options: Any) -> Callable[[torch.dtype], list[Case]]:
+    return lambda dtype: [_stage(dtype, kind, width, **options) for width in widths]
+
+
+def _each(
+    *parts: Callable[[torch.dtype], list[Case]],
+) -> Callable[[torch.dtype], list[Case]]:
+    return lambda dtype: [case for part in parts for case in part(dtype)]
+
+
+KINDS: dict[str, Callable[[torch.dtype], list[Case]]] = {
+    "batch norm, ReLU": lambda dtype: [_norm("batch", "relu", dtype)],
+    "batch norm, evaluation": lambda dtype: [_norm("batch", "relu", dtype, training=False)],
+    "batch norm, every activation": lambda dtype: [_norm("batch", a, dtype) for a in ACTIVATIONS],
+    "group norm, SiLU": lambda dtype: [
+        _norm("group", "silu", dtype, modulates) for modulates in (False, True)
+    ],
+    "instance norm, leaky ReLU": lambda dtype: [_norm("instance", "leaky_relu", dtype)],
+    "1x1 convolution": _each(
+        _convs((16, 64), (32, 128), (64, 256), (48, 96), size=1),
+        _convs((64, 16), (128, 32), (256, 64), size=1, given=["residual"]),
+    ),
+    "3x3 convolution": _each(
+        _convs((16, 16), (32, 32), (64, 64), size=3, given=["residual"]),
+        _convs((16, 16), (32, 48), (64, 64), size=3, image=(7, 9)),
+    ),
+    "5x5 convolution": _convs((16, 32), size=5),
+    "strided convolution": _each(
+        _convs((64, 128), size=1, stride=2), _convs((32, 64), size=3, stride=2)
+    ),
+    "large weight": _each(_convs((256, 256), size=3), _convs((512, 512), size=1)),
+    "many pixels": _many_pixels,
+    "groups, dilation, bias": _each(
+        _convs((48, 32), size=3, groups=4, bias=True),
+        _convs((10, 17), size=3, padding=2, dilation=2, bias=True),
+    ),
+    "3-D convolution": lambda dtype: [_conv_3d(dtype)],
+    "convolution, evaluation": _convs((64, 64), size=3, training=False),
+    "group norm, SiLU, convolution": _each(
+        _convs((64, 64), size=3, given=["residual", "scale", "shift"], norm="group"),
+        _convs((64, 32), size=1, norm="group"),
+    ),
+    "residual addition": lambda dtype: [_residual_add(dtype)],
+    "layouts": lambda dtype: [_layout("nhwc", dtype), _layout("nchw", dtype)],
+    "dropout": lambda dtype: [_dropout(dtype)],
+    "bottlenecks": _stages(16, 32, 64, kind="bottleneck"),
+    "basic blocks": _stages(16, 32, 64, kind="basic"),
+    "projections": _each(*(_stages(16, kind=kind, projects=True) for kind in BLOCKS)),
+    "rebuilt residual stream": _each(
+        *(_stages(16, kind=kind, count=3, memory="rebuild") for kind in BLOCKS)
+    ),
+    "checkpoints": _stages(16, kind="bottleneck", count=3, memory="checkpoint", segments=2),
+    "float32 residual stream": _float32_streams,
+    "autocast": lambda dtype: [_under_autocast(dtype)] if dtype in HALF else [],
+}
+"""Makes the cases of each kind, with activations in a dtype."""

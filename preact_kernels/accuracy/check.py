@@ -1,31 +1,40 @@
-"""`python -m preact_kernels check`: compares the kernels of each backend with float64 here."""
+"""Checks of the kernels of a backend against float64, for `python -m preact_kernels check`."""
 
 import concurrent.futures
 import contextlib
+import json
 import math
-import multiprocessing
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from preact_kernels.accuracy import oracle
-from preact_kernels.accuracy.cases import HALF, Case, cases
+from preact_kernels.accuracy.cases import HALF, KINDS, Case
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.checks import dtype_name
 
-DRAWS = 3
-SEED = 0
-# Of ReLU inputs. With more, one is always near zero.
-MOST_KINKS = 200_000
+DRAWS = 3  # problems of each case
+MOST_KINKS = 200_000  # inputs of ReLUs for which a problem away from kinks is searched
+SECONDS = 120  # for a kind of case in a process of its own
+# Largest relative error of plain PyTorch itself, about ten times what is usual.
+MOST_EAGER_ERROR = {
+    torch.float64: 1e-11,
+    torch.float32: 1e-4,
+    torch.float16: 0.05,
+    torch.bfloat16: 0.15,
+}
+MOST_TF32_ERROR = 0.05
 
 
 class Column(NamedTuple):
-    """The activations' dtype, and whether products of float32 may round their operands to TF32."""
+    """Dtype of the activations, and whether products of float32 may round operands to TF32."""
 
     dtype: torch.dtype
     tf32: bool = False
@@ -35,7 +44,7 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What became of the cases of one kind in one dtype."""
+    """Result of one kind of case in one dtype."""
 
     share: float  # the largest error, as a share of what is allowed
     faults: list[str]
@@ -43,11 +52,11 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         if not self.faults:
             return f"{self.share:.2f}"
-        return f"MISS {self.share:.3g}" if 1 < self.share < math.inf else "MISS"
+        return f"MISS {self.share:.4g}" if 1 < self.share < math.inf else "MISS"
 
 
 def device_of(backend: dispatch.Backend) -> torch.device:
-    """Where a backend is checked."""
+    """Where a backend is checked: on a GPU, the current one."""
     if backend.device_types:
         return torch.device(backend.device_types[0])
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,96 +70,140 @@ def columns_of(backend: dispatch.Backend) -> list[Column]:
     return found
 
 
-def processes_for(backend: dispatch.Backend) -> int:
-    """How many processes check a backend; 0 stands for this one alone.
-
-    Triton compiles some hundred kernels, which takes nearly all of the time.
-    """
-    is_compiled = backend.name == "triton" and device_of(backend).type == "cuda"
-    return min(8, os.cpu_count() or 1) if is_compiled else 0
-
-
 def check_backend(backend: dispatch.Backend, columns: Sequence[Column]) -> bool:
     """Prints a table with a row for each kind of case. Returns whether all results are right."""
-    kinds = list(cases(torch.bfloat16))
-    cells = _cells(backend, [(kind, column) for kind in kinds for column in columns])
-    width = max(map(len, kinds))
-    print(f"{backend.name:{width}}", *(f"{column!s:>9}" for column in columns))
-    faults = []
-    for kind in kinds:
-        row = [next(cells) for _ in columns]
-        if any(row):
-            texts = ["" if cell is None else str(cell) for cell in row]
-            print(f"{kind:{width}}", *(f"{text:>9}" for text in texts), flush=True)
+    width = max(map(len, KINDS))
+    print(f"{backend.name:{width}}", *(f"{column!s:>9}" for column in columns), flush=True)
+    is_right = True
+    for kind, row in zip(KINDS, _rows(backend, columns), strict=True):
+        if not any(row):
+            continue
+        texts = ["" if cell is None else str(cell) for cell in row]
+        print(f"{kind:{width}}", *(f"{text:>9}" for text in texts), flush=True)
         for column, cell in zip(columns, row, strict=True):
-            faults += [f"{kind}, {column}: {fault}" for fault in (cell.faults if cell else ())]
-    print(*faults, sep="\n", end="\n\n" if faults else "\n")
-    return not faults
+            for fault in cell.faults if cell else ():
+                is_right = False
+                print(f"  {column}: {fault}", flush=True)
+    print()
+    return is_right
 
 
-def _cells(backend: dispatch.Backend, tasks: Sequence[tuple[str, Column]]) -> Iterator[Cell | None]:
-    """The cells of kinds and columns, in order."""
-    workers = processes_for(backend)
-    if not workers:
-        yield from (check_kind(backend.name, *task) for task in tasks)
+def _rows(backend: dispatch.Backend, columns: Sequence[Column]) -> Iterator[list[Cell | None]]:
+    """The cells of each kind of case.
+
+    On a GPU each kind has a process of its own, because an error of a kernel spoils all later calls
+    of a process. Several run at a time: Triton compiles some hundred kernels.
+    """
+    if device_of(backend).type == "cpu":
+        for kind in KINDS:
+            yield [check_kind(backend.name, kind, column) for column in columns]
         return
-    spawned = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, spawned) as pool:
-        for future in [pool.submit(check_kind, backend.name, *task) for task in tasks]:
-            try:
-                yield future.result()
-            except BrokenProcessPool as error:
-                yield Cell(math.inf, [str(error)])
+    gib = torch.cuda.get_device_properties(device_of(backend)).total_memory / 2**30
+    workers = max(1, min(8, len(os.sched_getaffinity(0)), int(gib / 2)))
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        try:
+            yield from pool.map(lambda kind: run_process(backend.name, kind, columns), KINDS)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run_process(name: str, kind: str, columns: Sequence[Column]) -> list[Cell | None]:
+    """The cells of one kind of case, checked in a process of its own."""
+    package = Path(__file__).parents[2]
+    program = (
+        f"import sys; sys.path.insert(0, {str(package)!r}); "
+        f"from {__name__} import main; main(*sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, name, kind, *map(str, columns)]
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [Cell(math.inf, [f"no result within {SECONDS} s"])] * len(columns)
+    if process.returncode:
+        last = (process.stderr.strip() or "no output").splitlines()[-1]
+        fault = f"its process ended with exit status {process.returncode}: {last}"
+        return [Cell(math.inf, [fault])] * len(columns)
+    cells = json.loads(process.stdout.splitlines()[-1])
+    return [None if cell is None else Cell(*cell) for cell in cells]
+
+
+def main(name: str, kind: str, *chosen: str) -> None:
+    """Prints the cells of one kind of case and of the chosen columns as JSON."""
+    (backend,) = (b for b in dispatch.BACKENDS if b.name == name)
+    columns = {str(column): column for column in columns_of(backend)}
+    print(json.dumps([check_kind(name, kind, columns[text]) for text in chosen]))
 
 
 def check_kind(name: str, kind: str, column: Column) -> Cell | None:
     """Judges the cases of one kind on a backend; None if there are none in that dtype."""
     (backend,) = (b for b in dispatch.BACKENDS if b.name == name)
     with torch.random.fork_rng([]), _settings(column), dispatch.use_backend(name):
-        torch.manual_seed(SEED)
-        found = cases(column.dtype).get(kind)
-        if found is None:
-            return None
-        cells = [_check(_moved(case, device_of(backend)), column) for case in found]
+        torch.manual_seed(0)
+        cells = [_check(case, device_of(backend), column) for case in KINDS[kind](column.dtype)]
+    if not cells:
+        return None
     return Cell(max(c.share for c in cells), [f for c in cells for f in c.faults])
 
 
-def _check(case: Case, column: Column) -> Cell:
-    most = 0 if column.dtype in HALF or column.tf32 else MOST_KINKS
+def _check(case: Case, device: torch.device, column: Column) -> Cell:
     try:
-        inputs = [oracle.off_kinks(case.plain, case.inputs, most=most)] * DRAWS
-        results, judgements = oracle.compare(case.fused, case.plain, inputs, tf32=column.tf32)
-        again = oracle.evaluate(case.fused, inputs[0], seed=0)
-    except Exception as error:  # of a kernel or a compiler: the others are checked nevertheless
+        case = case.to(device)
+        problems = [_problem(case, index, column) for index in range(DRAWS)]
+        comparison = oracle.compare(case.fused, case.plain, problems, column.tf32, True)
+        again = [oracle.evaluate(case.fused, p, seed=seed) for seed, p in enumerate(problems)]
+    except Exception as error:  # kernel and compiler errors must not stop the other cases
         message = str(error).strip().partition("\n")[0]
         return Cell(math.inf, [f"{case.name}: {type(error).__name__}: {message}"])
-    faults = [j.fault for j in judgements.values() if j.fault]
-    faults += [
-        f"{name}: two runs gave different bits"
-        for name, t in results.items()
-        if t is not None and not oracle.same_bits(t, again[name])
-    ]
-    share = max(math.inf if math.isnan(j.share) else j.share for j in judgements.values())
+    judgements = comparison.judgements.values()
+    faults = [j.fault for j in judgements if j.fault]
+    most = MOST_TF32_ERROR if column.tf32 else MOST_EAGER_ERROR[column.dtype]
+    if not comparison.eager_error <= most:
+        faults.append(f"plain PyTorch itself has a relative error of {comparison.eager_error:.3g}")
+    changed = {
+        name
+        for first, second in zip(comparison.runs, again, strict=True)
+        for name, t in first.items()
+        if t is not None and not oracle.same_bits(t, second[name])
+    }
+    faults += [f"{name}: two runs gave different bits" for name in sorted(changed)]
+    share = max(math.inf if math.isnan(j.share) else j.share for j in judgements)
     return Cell(share, [f"{case.name}: {fault}" for fault in faults])
 
 
-def _moved(case: Case, device: torch.device) -> Case:
-    def moved(function: Any) -> Any:
-        return function.to(device) if isinstance(function, nn.Module) else function
-
-    inputs = {name: t.to(device) for name, t in case.inputs.items()}
-    return case._replace(fused=moved(case.fused), plain=moved(case.plain), inputs=inputs)
+def _problem(case: Case, index: int, column: Column) -> oracle.Inputs:
+    """Inputs of a case with an `x` of their own, every second one stored NHWC."""
+    x = case.inputs["x"]
+    x = (x + (torch.randn(x.shape) / 4).to(x)).to(x.dtype)
+    most = 0 if column.dtype in HALF or column.tf32 else MOST_KINKS
+    inputs = oracle.off_kinks(case.plain, {**case.inputs, "x": x}, most=most)
+    if index % 2 and x.dim() == 4:
+        nhwc: Tensor = inputs["x"].contiguous(memory_format=torch.channels_last)
+        inputs = {**inputs, "x": nhwc}
+    return inputs
 
 
 @contextlib.contextmanager
 def _settings(column: Column) -> Iterator[None]:
-    """Lets convolutions round to TF32 or not; makes PyTorch's repeat their bits; hides warnings."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.allow_tf32, cudnn.deterministic
-    cudnn.allow_tf32, cudnn.deterministic = column.tf32, True
+    """Lets convolutions round to TF32 or not, fills new tensors with NaN, and hides warnings.
+
+    PyTorch's own operations repeat their bits.
+    """
+    conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    deterministic: Any = torch.utils.deterministic
+    precision = conv.fp32_precision
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_filling = deterministic.fill_uninitialized_memory
+    conv.fp32_precision = "tf32" if column.tf32 else "ieee"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        cudnn.allow_tf32, cudnn.deterministic = before
+        conv.fp32_precision = precision
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=warns_only)
+        deterministic.fill_uninitialized_memory = was_filling

@@ -13,14 +13,14 @@ largest over orders of evaluation that are equally right: the inputs as they are
 with the batch reversed. A gradient of one value a channel is judged over several incoming gradients
 at once, which makes it a longer vector.
 
-Of float64 results no better truth is at hand, and the first order is the truth. Eager's error there
-is how far the other orders are off, and its error in float32 on the same problem scaled by the
-ratio of the unit roundoffs; times the square root of the samples a channel, because eager adds up
-float32 in float64, and has nothing wider for float64.
+For float64 there is no wider reference: the first order is the truth. Eager's error there is how
+far the other orders are off, and its error in float32 on the same problem scaled by the ratio of
+the unit roundoffs; times the square root of the samples a channel, because eager adds up float32 in
+float64, and has nothing wider for float64.
 
 The gradient of a ReLU jumps at zero, and the sign of a pre-activation near zero is decided by
-rounding. In half precision, tests take so many values that eager and fused have the same share of
-such cases. In float32 they are kept out of small problems: see `off_kinks`.
+rounding. In half precision, problems need so many values that eager and fused have the same share
+of such cases. In float32 they are kept out of small problems: see `off_kinks`.
 
 A truth of norm zero allows nothing beyond twice eager's error: zeros must come out as zeros where
 eager has zeros.
@@ -40,7 +40,7 @@ from preact_kernels.torch_compat import TorchDispatchMode
 Inputs = Mapping[str, Any]  # tensors or None, by the name of an argument
 Results = dict[str, Any]  # tensors or None
 
-# Inputs with a batch axis, which a reversal of the batch turns round.
+# Inputs with a batch axis.
 _BATCHED = ("x", "residual", "branch", "scale", "shift")
 _ORDERS: tuple[dict[str, Any], ...] = ({}, {"channels_last": True}, {"reversed_batch": True})
 _TF32_ROUNDOFF = 2.0**-11
@@ -80,7 +80,7 @@ def evaluate(
         frozen: inputs and parameters that want no gradient.
         dtype: inputs and module are first converted to it.
         channels_last: whether `[N, C, H, W]` inputs are first stored NHWC.
-        reversed_batch: whether the batch runs the other way round.
+        reversed_batch: whether to reverse the batch.
         lay_out: applied to `dy`, to change its strides.
     """
     module = None
@@ -281,13 +281,22 @@ def off_kinks(
     return inputs
 
 
+class Comparison(NamedTuple):
+    """Results of `compare`."""
+
+    runs: list[Results]  # of each problem
+    judgements: dict[str, Judgement]
+    eager_error: float  # relative error of all results of plain PyTorch
+
+
 def compare(
     fused: Callable[..., Tensor] | nn.Module,
     plain: Callable[..., Tensor] | nn.Module,
     problems: Sequence[Inputs],
     tf32: bool = False,
+    truth_on_cpu: bool = False,
     **options,
-) -> tuple[Results, dict[str, Judgement]]:
+) -> Comparison:
     """Judges `fused` by its results on several problems of the same shapes, taken together.
 
     Args:
@@ -295,10 +304,8 @@ def compare(
         plain: the same in plain PyTorch.
         problems: inputs as in `evaluate`, among them `x`.
         tf32: whether products may round their operands to TF32.
+        truth_on_cpu: whether to compute the truth on a CPU.
         **options: as in `evaluate`.
-
-    Returns:
-        The results of the first problem, and a judgement of each.
     """
     runs = [evaluate(fused, inputs, seed=seed, **options) for seed, inputs in enumerate(problems)]
     with_gradients = [
@@ -306,7 +313,8 @@ def compare(
         for seed, (inputs, run) in enumerate(zip(problems, runs, strict=True))
     ]
     with _one_thread():
-        truth = evaluate_all(plain, with_gradients, dtype=torch.float64, **options)
+        compute_truth = _truth_on_cpu if truth_on_cpu else evaluate_all
+        truth = compute_truth(plain, with_gradients, dtype=torch.float64, **options)
         errors = eager_errors(plain, with_gradients, truth, tf32, **options)
         eager = evaluate(plain, *with_gradients[0], **options)
     judgements = judge(stacked(runs), truth, errors, _TF32_ROUNDOFF if tf32 else None)
@@ -315,7 +323,22 @@ def compare(
         if dtypes[0] != dtypes[1] and not judgements[name].fault:
             fault = f"{name}: expected {dtypes[0]}, got {dtypes[1]}"
             judgements[name] = Judgement(math.inf, fault)
-    return runs[0], judgements
+    norm = math.hypot(*(_norm(truth[name]) for name in errors))
+    return Comparison(runs, judgements, math.hypot(*errors.values()) / norm)
+
+
+def _truth_on_cpu(
+    plain: Callable[..., Tensor] | nn.Module, problems: Sequence[Problem], **options
+) -> Results:
+    """`evaluate_all` on a CPU; the results are on the device of the problems."""
+    device = problems[0][1].device
+    on_cpu = [
+        ({n: None if t is None else t.cpu() for n, t in inputs.items()}, dy.cpu())
+        for inputs, dy in problems
+    ]
+    plain = copy.deepcopy(plain).cpu() if isinstance(plain, nn.Module) else plain
+    results = evaluate_all(plain, on_cpu, **options)
+    return {name: None if t is None else t.to(device) for name, t in results.items()}
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from preact_kernels.modules.norm_act import NormAct
 from preact_kernels.modules.norm_act_conv import NormActConv
 from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage, check_memory
-from preact_kernels.ops.dispatch import experimental_backend
+from preact_kernels.ops.dispatch import experimental_backend, warn_of_experimental
 
 # Fused without conversion.
 OWN = (BNReLU2d, BNReLUConv2d, NormAct, NormActConv, PreActBlock, PreActStage)
@@ -116,6 +116,8 @@ def _differing_parts(
 
     With these modules plain, the converted model equals the plain model; with fewer it does not.
     """
+    for name in _experimental_backends(model):  # the comparison hides warnings
+        warn_of_experimental(name)
     try:
         plain = revert(copy.deepcopy(model))
     except Exception as error:
@@ -230,9 +232,14 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             sites.append(Site(name, False, reason or missing))
     report = ConversionReport(sites)
     if report.fused:
-        placed = {(p.device.type, p.dtype) for p in model.parameters()}
-        report.experimental = next(filter(None, starmap(experimental_backend, placed)), "")
+        report.experimental = next(_experimental_backends(model), "")
     return report
+
+
+def _experimental_backends(model: nn.Module) -> Iterator[str]:
+    """Yields the names of experimental backends that run a model where it is now."""
+    placed = {(p.device.type, p.dtype) for p in model.parameters()}
+    yield from filter(None, starmap(experimental_backend, placed))
 
 
 def _joined(texts: Iterable[str]) -> str:

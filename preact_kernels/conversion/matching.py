@@ -165,7 +165,7 @@ def _joined_match(matches: Sequence[Match]) -> Match:
     blocks = tuple(b for m in matches for b in m.blocks)
     nodes = tuple(n for m in matches for n in m.nodes)
     units = tuple(u for m in matches for u in m.units)
-    name = f"run of {len(blocks)} residual blocks"
+    name = f"run of {len(blocks)} residual blocks" if len(blocks) > 1 else "residual block"
     return Match(name, nodes, matches[-1].end, first.inputs, units, blocks)
 
 

@@ -44,7 +44,7 @@ PACKAGE = Path(__file__).parent.parent
 def load_library(name: str) -> str:
     """Loads a compiled library of the package. Returns why it cannot, or an empty string."""
     if not (PACKAGE / name).exists():
-        return f"the package was installed without {name}"
+        return f"{PACKAGE} has no {name}"
     try:
         torch.ops.load_library(str(PACKAGE / name))
     except OSError as error:

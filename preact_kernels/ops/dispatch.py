@@ -31,7 +31,7 @@ class Backend(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     load_error: Callable[[], str]  # why it is not available, or an empty string
     only_by_name: bool = False  # "auto" skips it
-    library_error: Callable[[], str] = lambda: ""  # what a new build of its library can mend
+    library_error: Callable[[], str] = lambda: ""  # what an installation can mend
     yields: Callable[[], bool] = lambda: False  # "auto" takes a later one before it, if there is
     is_experimental: bool = False  # the whole test suite has not passed on its device
 
@@ -55,6 +55,10 @@ def _triton_load_error() -> str:
     if not (_IS_TRITON_INTERPRETED or has_compiler):
         return "triton finds no C compiler; install gcc or set CC"
     return ""
+
+
+def _triton_library_error() -> str:
+    return "" if cuda.gpu_refusal() else _triton_load_error()
 
 
 def _triton_kernels() -> Kernels:
@@ -112,6 +116,7 @@ BACKENDS = (
         (_TRITON_DEVICE,),
         _SINGLE_AND_HALF,
         _triton_load_error,
+        library_error=_triton_library_error,
         only_by_name=_IS_TRITON_INTERPRETED,
         is_experimental=not _IS_TRITON_INTERPRETED,
     ),
@@ -211,14 +216,20 @@ def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
     raise BackendError(f"no backend serves dtype {dtype} on {device_type}")
 
 
+_BUILD = (
+    " If that folder is a source tree that hides an installed package, run from another folder. "
+    "Else install a wheel, or build the library: in the sources, run "
+    "`pip install -v --no-build-isolation --force-reinstall --no-deps .`."
+)
+
+
 @functools.cache
 def _warn_of_missing_library(backend: Backend) -> None:
     """Says once that a compiled library would have served a call."""
     if error := backend.library_error():
         warnings.warn(
             f"preact_kernels: the backend {backend.name!r} is not available ({error}), and a "
-            "slower one runs instead. To build its library, run "
-            "`pip install --no-build-isolation --force-reinstall --no-deps .` in the sources.",
+            f"slower one runs instead.{'' if backend.name == 'triton' else _BUILD}",
             stacklevel=2,
         )
 
@@ -227,7 +238,8 @@ CHECK = "python -m preact_kernels check"
 
 
 @functools.cache
-def _warn_of_experimental(name: str) -> None:
+def warn_of_experimental(name: str) -> None:
+    """Says once that a backend is experimental."""
     warnings.warn(
         f"preact_kernels: the backend {name!r} is experimental: not all of its tests have run on a "
         f"GPU. `{CHECK}` compares its kernels with float64 on this machine.",
@@ -240,7 +252,7 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
     """The functions of the backend that `_serving` gives."""
     backend = _serving(name, device_type, dtype)
     if backend.is_experimental:
-        _warn_of_experimental(backend.name)
+        warn_of_experimental(backend.name)
     return backend.kernels()
 
 

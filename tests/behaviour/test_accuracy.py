@@ -2,17 +2,25 @@
 
 import inspect
 import math
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels import __main__ as command
-from preact_kernels.accuracy import check
-from preact_kernels.accuracy.cases import cases
+from preact_kernels.accuracy import check, oracle
+from preact_kernels.accuracy.cases import KINDS
 from preact_kernels.kernels import cpu
 from preact_kernels.kernels.contract import BlockKernels
 from preact_kernels.ops import dispatch
+from preact_kernels.ops.schema import SCHEMAS
+from preact_kernels.torch_compat import TorchDispatchMode
 from tests.kernels.cuda_conv_cases import as_tf32
 
 needs_cpu_library = pytest.mark.skipif(
@@ -29,10 +37,10 @@ KIND_OF = {
     "norm_input_gradient": "batch norm, ReLU",
     "norm_act_conv_forward": "1x1 convolution",
     "norm_act_conv_backward": "1x1 convolution",
-    "dropout_bits": "layouts and dropout masks",
-    "dropout": "layouts and dropout masks",
-    "nhwc": "layouts and dropout masks",
-    "nchw": "layouts and dropout masks",
+    "dropout_bits": "dropout",
+    "dropout": "dropout",
+    "nhwc": "layouts",
+    "nchw": "layouts",
     "residual_add_forward": "residual addition",
     "block_run_forward": "bottlenecks",
     "block_run_backward": "bottlenecks",
@@ -40,7 +48,7 @@ KIND_OF = {
 
 
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
-@pytest.mark.parametrize("kind", cases(torch.bfloat16))
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_right(kind, training_dtype):
     cell = check.check_kind(dispatch.current(), kind, check.Column(training_dtype))
     assert cell is None or not cell.faults
@@ -85,17 +93,31 @@ def test_each_function_of_a_backend_has_a_kind():
 
 
 @needs_cpu_library
-def test_what_two_runs_round_differently_is_found(monkeypatch):
+@pytest.mark.parametrize("draw", range(check.DRAWS))
+def test_what_two_runs_round_differently_is_found(draw, monkeypatch):
     calls = []
 
     def fault(t):
         calls.append(t)
-        t.mul_(1 + 2**-22 * (len(calls) == check.DRAWS + 1))
+        t.mul_(1 + 2**-22 * (len(calls) == check.DRAWS + draw + 1))
 
     plant("norm_act_forward", monkeypatch, fault)
     cell = check.check_kind("cpu", "batch norm, ReLU", FLOAT32)
     assert cell.faults == ["batch norm, relu: y: two runs gave different bits"]
     assert str(cell) == "MISS"
+
+
+@needs_cpu_library
+def test_statistics_of_the_call_before_are_found(monkeypatch):
+    kernels, kept = cpu.kernels(), []
+    function = kernels.bn_stats
+
+    def stale(x):
+        kept.append(function(x))
+        return kept[-2] if len(kept) > 1 else kept[-1]
+
+    monkeypatch.setattr(kernels, "bn_stats", stale)
+    assert check.check_kind("cpu", "batch norm, ReLU", FLOAT32).faults
 
 
 @needs_cpu_library
@@ -108,10 +130,44 @@ def test_a_call_that_raises_is_a_miss_with_the_error(monkeypatch):
     assert cell == (math.inf, ["addition: RuntimeError: no memory"])
 
 
+def test_plain_pytorch_that_is_wrong_is_no_measure(monkeypatch):
+    conv2d = F.conv2d
+
+    def wrong(x, *arguments):
+        return conv2d(x, *arguments) * (1 if x.dtype == torch.float64 else 1.01)
+
+    monkeypatch.setattr(oracle.nn.Conv2d, "_conv_forward", lambda self, x, weight, bias: wrong(
+        x, weight, bias, self.stride, self.padding, self.dilation, self.groups))  # fmt: skip
+    monkeypatch.setattr(F, "conv2d", wrong)
+    cell = check.check_kind("reference", "5x5 convolution", FLOAT32)
+    assert "plain PyTorch itself has a relative error of 0.0" in cell.faults[-1]
+
+
+@needs_cpu_library
+def test_settings_are_those_of_the_column_and_then_those_of_before(monkeypatch):
+    seen, conv = [], torch.backends.cudnn.conv
+
+    def settings():
+        drawn = torch.random.get_rng_state().tolist()
+        modes = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+        return conv.fp32_precision, dispatch.current(), *modes, drawn
+
+    def note(t):
+        seen.append((conv.fp32_precision, bool(torch.empty(3).isnan().all())))
+
+    before = settings()
+    plant("norm_act_forward", monkeypatch, note)
+    for tf32 in (True, False):
+        check.check_kind("cpu", "batch norm, ReLU", check.Column(torch.float32, tf32))
+        assert set(seen) == {("tf32" if tf32 else "ieee", True)}
+        seen.clear()
+    assert settings() == before
+
+
 @needs_cpu_library
 @pytest.mark.parametrize("is_faulty", [False, True])
 def test_the_exit_status_says_whether_all_results_are_right(is_faulty, monkeypatch, capsys):
-    monkeypatch.setattr(check, "cases", lambda dtype: dict(list(cases(dtype).items())[:2]))
+    monkeypatch.setattr(check, "KINDS", dict(list(KINDS.items())[:2]))
     if is_faulty:
         plant("norm_act_backward", monkeypatch, wrong_by_one_percent)
     status = command.main(["check", "--backends", "cpu", "--dtypes", "float32", "bfloat16"])
@@ -119,50 +175,184 @@ def test_the_exit_status_says_whether_all_results_are_right(is_faulty, monkeypat
     assert status == int(is_faulty)
     assert ("MISS" in printed.partition("is a MISS")[2]) == is_faulty
     assert ("some results are wrong" if is_faulty else "all results are right") in printed
-    assert ("batch norm, ReLU, float32: batch norm, relu: dx: error" in printed) == is_faulty
+    assert ("  float32: batch norm, relu: dx: error" in printed) == is_faulty
+    (header,) = re.findall("^cpu +(.*)$", printed, re.M)
+    assert header.split() == ["float32", "bfloat16"]
+    for backend in dispatch.BACKENDS:
+        if backend.load_error() or backend.only_by_name:
+            assert f"not checked: {backend.name} (" in printed
 
 
-def test_what_is_not_available_or_not_served_is_refused(capsys):
+def test_a_check_of_plain_pytorch_alone_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(check, "KINDS", {"dropout": KINDS["dropout"]})
+    assert command.main(["check", "--backends", "reference", "reference"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("dropout") == 1
+    assert "no kernel of this package was checked" in printed
+
+
+def test_what_is_not_available_or_not_served_is_refused(capsys, monkeypatch):
+    no_floats = dispatch._by_name["reference"]._replace(name="new", dtypes=(torch.float16,))
+    monkeypatch.setattr(dispatch, "BACKENDS", (*dispatch.BACKENDS, no_floats))
     for arguments, message in (
         (["--backends", "none"], "invalid choice: 'none'"),
         (["--backends", "reference", "--dtypes", "int8"], "invalid choice: 'int8'"),
+        (["--backends", "new", "--dtypes", "float32"], "backend new serves none of float32"),
+        (["--backends", "triton"], "backend triton cannot be checked: "),
     ):
+        if message.startswith("backend triton") and not command.refusal(
+            dispatch._by_name["triton"]
+        ):
+            continue  # on a GPU
         with pytest.raises(SystemExit) as raised:
             command.main(["check", *arguments])
         assert raised.value.code == 2
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow  # each process imports torch
+def test_on_a_gpu_float32_is_also_checked_with_tf32(monkeypatch):
+    backend = dispatch._by_name["reference"]
+    names = list(map(str, check.columns_of(backend)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert list(map(str, check.columns_of(backend))) == [names[0], "TF32", *names[1:]]
+
+
 @needs_cpu_library
-def test_processes_find_what_one_finds(monkeypatch):
-    backend = dispatch._by_name["cpu"]
-    tasks = [(kind, FLOAT32) for kind in ("residual addition", "batch norm, ReLU")]
-    alone = list(check._cells(backend, tasks))
-    monkeypatch.setattr(check, "processes_for", lambda backend: 2)
-    assert list(check._cells(backend, tasks)) == alone
+def test_a_process_of_its_own_finds_the_same(monkeypatch):
+    columns = FLOAT32, check.Column(torch.bfloat16)
+    # The tests run on one thread.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = check.run_process("cpu", "autocast", columns)
+    assert found == [check.check_kind("cpu", "autocast", column) for column in columns]
+    assert found[0] is None and not found[1].faults
+
+
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11: no output"),
+        ("raise ValueError('lost')", "exit status 1: ValueError: lost"),
+        ("import time; time.sleep(60)", "no result within 1 s"),
+    ],
+    ids=["crash", "error", "hang"],
+)
+def test_a_process_that_ends_early_is_a_miss(program, fault, monkeypatch):
+    run = subprocess.run
+    monkeypatch.setattr(check, "SECONDS", 1)
+    monkeypatch.setattr(
+        check.subprocess, "run", lambda command, **options: run(
+            [sys.executable, "-S", "-c", program], **options)
+    )  # fmt: skip
+    (cell,) = check.run_process("cpu", "autocast", [FLOAT32])
+    assert str(cell) == "MISS" and cell.faults[0].endswith(fault)
+
+
+def test_rows_on_a_gpu_come_in_order_from_processes(monkeypatch):
+    monkeypatch.setattr(check, "device_of", lambda backend: torch.device("cuda"))
+    properties = types.SimpleNamespace(total_memory=2**33)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(check, "run_process", lambda name, kind, columns: [name, kind, *columns])
+    rows = check._rows(dispatch._by_name["reference"], [FLOAT32])
+    assert list(rows) == [["reference", kind, FLOAT32] for kind in KINDS]
+
+
+TRUTH = torch.tensor([3.0, 4.0], dtype=torch.float64)  # of norm 5
+
+
+@pytest.mark.parametrize(
+    ("found", "eager_error", "share"),
+    [
+        (TRUTH, 0.0, 0),
+        (TRUTH + torch.tensor([0.0, 0.99e-3]), 0.5e-3, 0.99),
+        (TRUTH + torch.tensor([0.0, 1.01e-3]), 0.5e-3, 1.01),
+        (TRUTH.float() * (1 + 2**-20), 0.0, 16),
+        (TRUTH * torch.nan, 0.0, math.nan),
+        (TRUTH * torch.inf, 0.0, math.inf),
+        (TRUTH[None], 1.0, math.inf),
+        (None, 1.0, math.inf),
+    ],
+)
+def test_the_budget_is_twice_the_error_of_eager_and_one_rounding(found, eager_error, share):
+    judgement = oracle.judge({"y": found}, {"y": TRUTH}, {"y": eager_error})["y"]
+    assert judgement.share == pytest.approx(share, rel=1e-3, nan_ok=True)
+    assert bool(judgement.fault) == (not share <= 1)
+
+
+def test_results_that_only_one_side_has_and_zeros_that_are_no_zeros_are_faults():
+    judgements = oracle.judge({"a": TRUTH, "b": None}, {"a": None, "b": None, "c": TRUTH}, {})
+    assert [bool(judgements[name].fault) for name in "abc"] == [True, False, True]
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert not oracle.judge({"y": zero}, {"y": zero}, {"y": 0.0})["y"].fault
+    assert oracle.judge({"y": zero + 1e-30}, {"y": zero}, {"y": 0.0})["y"].fault
+
+
+def test_a_result_in_another_dtype_is_a_fault():
+    comparison = oracle.compare(lambda x: (2 * x).double(), lambda x: 2 * x, [{"x": TRUTH.float()}])
+    assert comparison.judgements["y"].fault == "y: expected torch.float32, got torch.float64"
+    assert comparison.judgements["dx"].fault == ""
 
 
 def test_products_in_tf32_have_a_budget_of_their_own():
     def plain(x, conv_weight):
-        return torch.nn.functional.conv2d(x, conv_weight)
+        return F.conv2d(x, conv_weight)
 
     def rounded(x, conv_weight):
         return plain(*(t + (as_tf32(t) - t).detach() for t in (x, conv_weight)))
 
     problem = {"x": torch.randn(2, 32, 8, 8), "conv_weight": torch.randn(16, 32, 1, 1)}
-    _, strict = check.oracle.compare(rounded, plain, [problem])
-    _, wide = check.oracle.compare(rounded, plain, [problem], tf32=True)
+    strict = oracle.compare(rounded, plain, [problem]).judgements
+    wide = oracle.compare(rounded, plain, [problem], tf32=True).judgements
     assert strict["y"].share > 10
     assert wide["y"].share < 1
+
+
+def test_problems_in_float32_are_off_kinks():
+    x = torch.randn(16, 4, 4, 4)
+    x[3] = 1e-7
+
+    def plain(x):
+        return F.relu(x)
+
+    moved = oracle.off_kinks(plain, {"x": x})["x"]
+    assert x.abs().min() < 1e-6 < moved.abs().min()
+    assert oracle.off_kinks(plain, {"x": x}, most=100)["x"] is x
+
+
+@needs_cpu_library
+def test_the_cases_reach_every_operation_and_route_of_the_cpu_library(monkeypatch):
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.add(function.name().partition(".")[0])
+            return function(*args, **kwargs or {})
+
+    called = set()
+    monkeypatch.setattr(cpu, "_LEAST_CONVERTED", 1)
+    with Calls(), dispatch.use_backend("cpu"):
+        for make in KINDS.values():
+            for case in make(torch.float32):
+                oracle.evaluate(case.fused, case.inputs)
+    library = {f"preact_kernels_cpu::{n}" for n in SCHEMAS}
+    assert library <= called, library - called
 
 
 def test_the_command_lists_every_backend_with_the_reason(capsys):
     assert command.main([]) == 0
     printed = capsys.readouterr().out
     assert f"preact_kernels {pk.__version__}" in printed
+    assert f"package: {Path(pk.__file__).parent}" in printed
     for backend in dispatch.BACKENDS:
         reason = backend.load_error()
         state = f"not available: {reason}" if reason else "available"
         assert f"{backend.name:9} {state}" in printed
     assert "PyTorch convolution" in printed
+
+
+def test_a_source_tree_that_hides_the_installed_package_is_named(monkeypatch, tmp_path, capsys):
+    installed = tmp_path / "preact_kernels"
+    distribution = types.SimpleNamespace(locate_file=lambda name: tmp_path / name, version="1")
+    monkeypatch.setattr(command.importlib.metadata, "distribution", lambda name: distribution)
+    command.main([])
+    assert "hides" not in capsys.readouterr().out  # an editable install has no such folder
+    installed.mkdir()
+    command.main([])
+    assert f"this folder hides {installed}: run from another folder" in capsys.readouterr().out

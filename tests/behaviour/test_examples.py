@@ -24,13 +24,22 @@ def test_an_example_runs(path, capsys):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, capsys):
-    """Runs the training script; returns losses, printed accuracies, and the converted models."""
+    """Runs the training script.
+
+    Returns losses, the gradients of the first step, printed accuracies, and converted models.
+    """
     pytest.importorskip("sklearn")
     monkeypatch.delenv("PREACT_KERNELS_DATA", raising=False)
-    cross_entropy, convert = F.cross_entropy, pk.convert
+    cross_entropy, convert, sgd_step = F.cross_entropy, pk.convert, torch.optim.SGD.step
 
     def run(source, *arguments):
-        losses, converted = [], []
+        losses, gradients, converted = [], [], []
+
+        def step(optimizer):
+            gradients.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
+            return sgd_step(optimizer)
+
+        monkeypatch.setattr(torch.optim.SGD, "step", step)
         monkeypatch.setattr(
             F, "cross_entropy", lambda *args: losses.append(cross_entropy(*args)) or losses[-1]
         )
@@ -40,7 +49,8 @@ def train(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [str(path), *arguments])
         runpy.run_path(str(path), run_name="__main__")
         accuracies = re.findall(r"test accuracy (\S+)", capsys.readouterr().out)
-        return torch.stack(losses).detach(), list(map(float, accuracies)), converted
+        losses = torch.stack(losses).detach()
+        return losses, gradients[0], list(map(float, accuracies)), converted
 
     return run
 
@@ -57,9 +67,11 @@ def test_training_is_the_same_without_the_line_that_fuses_it(
     without, count = re.subn(r"^ +pk\.convert\(.*\n", "", source, flags=re.M)
     assert count == 1
     arguments = ("--depth", "8", "--epochs", "1", *arguments)
-    losses, accuracies, (model,) = train(source, *arguments)
-    plain_losses, plain_accuracies, converted = train(without, *arguments)
+    losses, gradients, accuracies, (model,) = train(source, *arguments)
+    plain_losses, plain_gradients, plain_accuracies, converted = train(without, *arguments)
     report = pk.conversion_report(model)
     assert not converted and len(report) == len(report.fused) > 0
     torch.testing.assert_close(losses[:3], plain_losses[:3], rtol=tolerance, atol=0)
+    for gradient, plain_gradient in zip(gradients, plain_gradients, strict=True):
+        assert (gradient - plain_gradient).norm() < 20 * tolerance * plain_gradient.norm()
     assert min(accuracies[-1], plain_accuracies[-1]) > least_accuracy

@@ -75,9 +75,9 @@ def test_an_older_torch_an_unknown_backend_and_a_missing_library_are_named():
     expected = "ValueError: PREACT_KERNELS_BACKEND: backend: expected one of"
     assert unknown.startswith(expected) and unknown.endswith("got 'fast'")
     assert available == "('reference',)"
+    package = "/nowhere"
     assert refusal == (
-        "backend 'cpu' is not available here (the package was installed without _cpu.so); "
-        "available: 'reference'"
+        f"backend 'cpu' is not available here ({package} has no _cpu.so); available: 'reference'"
     )
     assert "'cpu' is not available" in warning and "pip install" in warning
 

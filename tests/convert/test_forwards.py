@@ -258,7 +258,7 @@ def has_blocks_in_a_row(self, x):
     return y
 
 
-@runs("run of 1", "run of 1")
+@runs("residual block", "residual block")
 def taps_a_run_of_blocks(self, x):
     y = self.unit(x) + x
     z = self.second(y) + y
@@ -396,7 +396,7 @@ def calls_a_unit_in_a_custom_function(self, x):
     return self.second(ReturnsUnit.apply(x, self))
 
 
-@runs(bn2="run of 1")
+@runs(bn2="residual block")
 def runs_without_grad(self, x):
     with torch.no_grad():
         y = self.unit(x)

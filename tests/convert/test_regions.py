@@ -19,6 +19,9 @@ from tests.convert.models import MODES, Block, Chain, small
 from tests.convert.random_model_parts import SaveAndSquare, triple
 from tests.convert.trial import Copies, Subject, assert_alike, facts, tensors_of
 
+# From torch 2.15 on. What such a function saves is plain as soon as it is read.
+IS_APPLIED_IN_C = not hasattr(torch.autograd.Function.apply, "__code__")
+
 pytestmark = pytest.mark.backends("cpu")
 
 square = SaveAndSquare.apply
@@ -101,7 +104,7 @@ def test_what_an_autograd_function_held_is_plain_at_the_end(is_read_again):
         y = block(x)
         saved = [square(y)]
         y.mean()
-        assert type(y) is not torch.Tensor
+        assert (type(y) is torch.Tensor) == IS_APPLIED_IN_C
         saved.clear()
         if is_read_again:
             y.mean()

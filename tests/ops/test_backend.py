@@ -94,13 +94,24 @@ def test_auto_takes_the_first_of_the_table_that_serves_the_call(rows, expected, 
     assert backends._serving("auto", "cpu", torch.float32).name == expected
 
 
+def test_a_gpu_without_a_c_compiler_for_triton_is_told_so(monkeypatch):
+    monkeypatch.setattr(cuda, "gpu_refusal", lambda: "")
+    monkeypatch.setattr(backends, "_triton_load_error", lambda: "triton finds no C compiler")
+    row = backends._by_name["triton"]
+    backends._warn_of_missing_library.cache_clear()
+    with pytest.warns(UserWarning, match="'triton' is not available .triton finds no C compiler"):
+        backends._warn_of_missing_library(row)
+    monkeypatch.setattr(cuda, "gpu_refusal", lambda: "no NVIDIA GPU")
+    assert row.library_error() == ""
+
+
 @pytest.fixture
 def experimental(monkeypatch):
     """The backend that "auto" takes on a CPU is an experimental one."""
     row = backends.Backend("new", lambda: reference, (), DTYPES, lambda: "", is_experimental=True)
     monkeypatch.setattr(backends, "BACKENDS", (row, *backends.BACKENDS))
     backends.select.cache_clear()
-    backends._warn_of_experimental.cache_clear()
+    backends.warn_of_experimental.cache_clear()
 
 
 @pytest.mark.usefixtures("experimental")
@@ -110,6 +121,13 @@ def test_the_first_use_of_an_experimental_backend_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call(torch.bfloat16)
+
+
+@pytest.mark.usefixtures("experimental")
+def test_a_comparison_on_an_example_does_not_hide_that_a_backend_is_experimental():
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    with pytest.warns(UserWarning, match="experimental"):
+        pk.convert(model, example_inputs=torch.randn(2, 4, 3, 3))
 
 
 @pytest.mark.usefixtures("experimental")
