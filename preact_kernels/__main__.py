@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from preact_kernels.kernels import cpu
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.checks import dtype_name
 
-UNITS = {
+UNITS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "1x1, 64 to 16 channels": ((16, 64, 1, 1), {}),
     "1x1, 64 to 256 channels": ((256, 64, 1, 1), {}),
     "3x3, 16 channels": ((16, 16, 3, 3), {"padding": 1}),
@@ -74,20 +75,21 @@ def devices() -> list[str]:
 def served_units(device: torch.device) -> list[str]:
     """A table of the backends that run `UNITS` on a device, by dtype."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    width = max(map(len, UNITS))
-    lines = [
-        " ".join(
-            [
-                f"{f'BN-ReLU-Conv on {device.type}':{width}}",
-                *(f"{dtype_name(d):30}" for d in dtypes),
-            ]
-        )
-    ]
+    rows = {f"BN-ReLU-Conv on {device.type}": list(map(dtype_name, dtypes))}
     for name, (shape, arguments) in UNITS.items():
         weight = torch.empty(shape, device="meta")
-        found = [dispatch.backend_for(weight, dtype=d, device=device, **arguments) for d in dtypes]
-        lines.append(" ".join([f"{name:{width}}", *(f"{text:30}" for text in found)]))
-    return [line.rstrip() for line in lines]
+        rows[name] = [_served(weight, dtype=d, device=device, **arguments) for d in dtypes]
+    width = max(map(len, rows))
+    return [
+        " ".join([f"{n:{width}}", *(f"{t:30}" for t in row)]).rstrip() for n, row in rows.items()
+    ]
+
+
+def _served(weight: torch.Tensor, **arguments: Any) -> str:
+    try:
+        return dispatch.backend_for(weight, **arguments)
+    except dispatch.BackendError:  # of a backend that PREACT_KERNELS_BACKEND names
+        return f"{dispatch.current()}: not served"
 
 
 def report() -> None:
@@ -96,9 +98,9 @@ def report() -> None:
     for backend in dispatch.BACKENDS:
         error = backend.load_error()
         state = f"not available: {error}" if error else "available"
-        print(
-            f"{backend.name:9} {state}{', experimental' * (backend.is_experimental and not error)}"
-        )
+        if backend.is_experimental and not error:
+            state += ", experimental"
+        print(f"{backend.name:9} {state}")
     for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         print("", *served_units(torch.device(kind)), sep="\n")
     print(f"\n`{dispatch.CHECK}` compares the kernels with float64 on this machine.")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.accuracy.cases import randomised as randomised
 from preact_kernels.kernels.contract import Activation, Conv, Unit
 from preact_kernels.kernels.reference.activations import activation_gradient
 from preact_kernels.ops import dispatch as backends
@@ -558,14 +559,6 @@ class PlainBNReLUConv2d(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = self.conv(F.relu(self.bn(x)))
         return y if residual is None else y + residual
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    """`module` with parameters and running statistics that are far from any default."""
-    for name, t in (*module.named_parameters(), *module.named_buffers()):
-        if t.dim() == 1:
-            t.detach().copy_(torch.rand_like(t) + 0.5 if "var" in name else torch.randn_like(t))
-    return module
 
 
 def random_block(kind: str = "bottleneck", *args, **options) -> nn.Module:

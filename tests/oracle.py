@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.accuracy import cases
 from preact_kernels.accuracy.oracle import (
     Judgement,
     Results,
@@ -111,11 +112,7 @@ def _may_be_infected(name: str, expected: Tensor, padding: int) -> Tensor:
 
 def plain_copy(module: nn.Module) -> nn.Module:
     """A copy of a fused or converted module that runs plain `torch.nn` calls."""
-    module = pk.revert(copy.deepcopy(module))
-    for child in module.modules():
-        if hasattr(child, "fused"):
-            child.fused = False
-    return module
+    return cases.plain_copy(pk.revert(copy.deepcopy(module)))
 
 
 def assert_same_bits(results: Results, expected: Results) -> None:

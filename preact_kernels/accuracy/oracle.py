@@ -323,8 +323,8 @@ def compare(
         if dtypes[0] != dtypes[1] and not judgements[name].fault:
             fault = f"{name}: expected {dtypes[0]}, got {dtypes[1]}"
             judgements[name] = Judgement(math.inf, fault)
-    norm = math.hypot(*(_norm(truth[name]) for name in errors))
-    return Comparison(runs, judgements, math.hypot(*errors.values()) / norm)
+    error, norm = math.hypot(*errors.values()), math.hypot(*(_norm(truth[n]) for n in errors))
+    return Comparison(runs, judgements, error / norm if norm else error)
 
 
 def _truth_on_cpu(
