@@ -201,11 +201,12 @@ check-cpu: $(EDITABLE)
 	@$(BIN)/python -m tests.kernels.cpu_variants.check $(ARGS)
 
 # From the object files of the build in place. The CUDA library is left out: it would tie the wheel to
-# a major version of CUDA. Torch's libraries are not put into the wheel, and nothing else needs to be.
+# a major version of CUDA. Torch's libraries are not put into the wheel; no other library needs bundling.
 wheel: $(CPU_BUILD)
 	@rm -rf build/wheel dist/preact_kernels-*
 	@PATH="$(abspath $(BIN)):$$PATH" PREACT_KERNELS_CUDA=0 $(BIN)/python setup.py -q sdist \
-	  build --build-lib build/wheel/lib bdist_wheel --skip-build --dist-dir build/wheel \
+	  build --build-lib build/wheel/lib \
+	  bdist_wheel --skip-build --bdist-dir build/wheel/bdist --dist-dir build/wheel \
 	  >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log >&2; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	  --wheel-dir dist build/wheel/*.whl 2>build/wheel/auditwheel.log || { \
@@ -213,6 +214,7 @@ wheel: $(CPU_BUILD)
 	@PK_WHEEL="$$(echo dist/*.whl)" $(BIN)/python -m pytest -q tests/wheel $(ARGS)
 	@ls -s --block-size=K dist
 
+$(if $(filter wheel,$(MAKECMDGOALS)),check-wheel: wheel)
 check-wheel:
 	@test -f "$(WHEEL)" || { echo "expected one wheel, got '$(WHEEL)'; make wheel builds it" >&2; exit 2; }
 	@rm -rf $(WHEEL_ENVIRONMENT)

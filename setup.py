@@ -93,7 +93,7 @@ def relative_paths():
     """Return the flags that make __FILE__, a part of error messages, independent of the machine."""
     import torch
 
-    # The longer one last: the last one that fits applies, and an environment may be in the tree.
+    # Longest last: the compiler uses the last matching prefix, and torch may be in the tree.
     folders = os.getcwd(), os.path.dirname(os.path.dirname(torch.__file__))
     return [f"-fmacro-prefix-map={folder}/=" for folder in sorted(folders, key=len)]
 

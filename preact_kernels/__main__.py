@@ -8,7 +8,9 @@ import platform
 import re
 import sys
 import time
+import warnings
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +36,12 @@ UNITS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 def heading() -> list[str]:
     """Lines that say what runs, from where, and on what."""
-    package = Path(__file__).parent
+    package = Path(__file__).resolve().parent
     lines = [versions(), f"package: {package}", *devices()]
-    try:
-        installed = importlib.metadata.distribution("preact-kernels").locate_file(package.name)
-    except importlib.metadata.PackageNotFoundError:
-        return lines
-    installed = Path(str(installed)).resolve()
-    if installed.exists() and installed != package.resolve():
-        lines.append(f"this folder hides {installed}: run from another folder to use that package")
+    elsewhere = [path for path in sys.path if Path(path).resolve() != package.parent]
+    hidden = PathFinder.find_spec(package.name, elsewhere)
+    if hidden is not None and hidden.origin:
+        lines.append(f"this folder hides {Path(hidden.origin).parent}: run from another folder")
     return lines
 
 
@@ -102,7 +101,9 @@ def report() -> None:
             state += ", experimental"
         print(f"{backend.name:9} {state}")
     for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        print("", *served_units(torch.device(kind)), sep="\n")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of missing libraries, as in the list above
+            print("", *served_units(torch.device(kind)), sep="\n")
     print(f"\n`{dispatch.CHECK}` compares the kernels with float64 on this machine.")
 
 
@@ -125,8 +126,6 @@ def check(backends: Sequence[dispatch.Backend], dtypes: Sequence[str]) -> int:
     names = ", ".join(b.name for b in backends)
     verdict = "all results are right" if is_right else "some results are wrong"
     print(f"checked: {names}; {verdict}; {time.monotonic() - begin_s:.0f} s")
-    if names == "reference":
-        print("`reference` is plain PyTorch: no kernel of this package was checked")
     return int(not is_right)
 
 
@@ -151,14 +150,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         report()
         return 0
-    names = given.backends or [name for name, b in known.items() if not refusal(b)]
-    backends = [known[name] for name in dict.fromkeys(names)]
-    for backend in backends:
+    named = [known[name] for name in dict.fromkeys(given.backends or ())]
+    for backend in named:
         if reason := refusal(backend):
             checking.error(f"backend {backend.name} cannot be checked: {reason}")
-        if given.dtypes and not {*map(str, columns_of(backend))} & {*given.dtypes}:
+        if not _serves_one(backend, given.dtypes):
             checking.error(f"backend {backend.name} serves none of {', '.join(given.dtypes)}")
-    return check(backends, given.dtypes)
+    backends = named or [b for b in dispatch.BACKENDS if not refusal(b)]
+    status = check([b for b in backends if _serves_one(b, given.dtypes)], given.dtypes)
+    if not named and all(refusal(b) for b in dispatch.BACKENDS if b.name != "reference"):
+        print("no kernel of this package was checked: `reference` is plain PyTorch")
+        status = 1
+    return status
+
+
+def _serves_one(backend: dispatch.Backend, dtypes: Sequence[str]) -> bool:
+    return not dtypes or not {*map(str, columns_of(backend))}.isdisjoint(dtypes)
 
 
 if __name__ == "__main__":
@@ -168,3 +175,6 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -14,10 +14,26 @@ from preact_kernels.modules.norm_act_conv import NormActConv
 from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBottleneck
 from preact_kernels.modules.preact_stage import PreActStage
 from preact_kernels.ops import dispatch
+from preact_kernels.ops.checks import dtype_name
 from preact_kernels.ops.residual_add import residual_add
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCKS: dict[str, Any] = {"basic": PreActBasicBlock, "bottleneck": PreActBottleneck}
+
+
+class Column(NamedTuple):
+    """Dtype of the activations, and whether products of float32 may round operands to TF32."""
+
+    dtype: torch.dtype
+    tf32: bool = False
+
+    def __str__(self) -> str:
+        return "TF32" if self.tf32 else dtype_name(self.dtype)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether products round so much that they decide the signs of many ReLU inputs."""
+        return self.tf32 or self.dtype in HALF
 
 
 class Case(NamedTuple):
@@ -66,17 +82,25 @@ def randomised(module: nn.Module) -> nn.Module:
     return module
 
 
-def _away_from_kinks(module: nn.Module) -> nn.Module:
-    """`module` with batch norms whose outputs are rarely near 0.
+def _away_from_kinks(stage: PreActStage) -> None:
+    """Gives a stage norms with outputs far from 0, for inputs of about 1 or -1.
 
-    Rounding decides the sign of a ReLU input near 0. In half precision a few such inputs would be
-    all of the error of several blocks.
+    Rounding decides the signs of ReLU inputs near 0. In half precision a few such signs would be
+    all of the error of several blocks. The first norm of a block has outputs of both signs in each
+    channel, as long as the residual stream stays near 1 or -1; the others of one sign in a channel.
     """
-    for child in module.modules():
-        if isinstance(child, nn.BatchNorm2d):
-            child.weight.detach().uniform_(0.15, 0.25)
-            child.bias.detach().bernoulli_().mul_(2).sub_(1)
-    return module
+    is_near_one = True
+    for block in stage:
+        for name, norm in block.named_children():
+            if not isinstance(norm, nn.BatchNorm2d):
+                continue
+            has_both_signs = name == "bn1" and is_near_one
+            norm.weight.detach().uniform_(*((0.8, 1.2) if has_both_signs else (0.15, 0.25)))
+            norm.bias.detach().bernoulli_().mul_(2).sub_(1).mul_(0.3 if has_both_signs else 1)
+        children = dict(block.named_children())
+        (weight,) = (children.get("conv3") or children["conv2"]).parameters()
+        weight.detach().mul_(0.2)
+        is_near_one &= not hasattr(block, "shortcut")
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -91,9 +115,9 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def _case(name: str, module: nn.Module, dtype: torch.dtype, inputs: dict[str, Tensor]) -> Case:
-    module = _in_dtype(randomised(module), dtype)
-    inputs = {name: t.to(dtype) for name, t in inputs.items()}
+def _case(name: str, module: nn.Module, column: Column, inputs: dict[str, Tensor]) -> Case:
+    module = _in_dtype(randomised(module), column.dtype)
+    inputs = {name: t.to(column.dtype) for name, t in inputs.items()}
     return Case(name, module, plain_copy(module), inputs)
 
 
@@ -103,7 +127,7 @@ def _images(*shape: int) -> Tensor:
 
 def _norm_module(kind: str, channels: int) -> nn.Module:
     if kind == "batch":
-        return nn.BatchNorm2d(channels)
+        return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.3)
     if kind == "group":
         return nn.GroupNorm(channels // 8, channels)
     return nn.InstanceNorm2d(channels, affine=True)
@@ -114,16 +138,16 @@ def _modulation(names: Sequence[str], images: int, channels: int) -> dict[str, T
 
 
 def _norm(
-    norm: str, activation: str, dtype: torch.dtype, modulates: bool = False, training: bool = True
+    norm: str, activation: str, column: Column, modulates: bool = False, training: bool = True
 ) -> Case:
     module = NormAct(_norm_module(norm, 48), activation).train(training)
     names = ("scale", "shift") if modulates else ()
     inputs = {"x": _images(4, 48, 9, 7), **_modulation(names, 4, 48)}
-    return _case(f"{norm} norm, {activation}", module, dtype, inputs)
+    return _case(f"{norm} norm, {activation}", module, column, inputs)
 
 
 def _conv(
-    dtype: torch.dtype,
+    column: Column,
     channels: int,
     out_channels: int,
     size: int,
@@ -143,24 +167,24 @@ def _conv(
         inputs["residual"] = torch.randn(4, out_channels, *image)
     stride = f", stride {conv.stride[0]}" if conv.stride[0] > 1 else ""
     name = f"{channels} to {out_channels} channels, {size}x{size}, image {image[0]}x{image[1]}"
-    return _case(name + stride, module, dtype, inputs)
+    return _case(name + stride, module, column, inputs)
 
 
-def _conv_3d(dtype: torch.dtype) -> Case:
+def _conv_3d(column: Column) -> Case:
     conv = nn.Conv3d(16, 16, 3, padding=1)
     module = NormActConv(nn.GroupNorm(4, 16), "silu", conv)
-    return _case("3-D", module, dtype, {"x": _images(2, 16, 5, 4, 6)})
+    return _case("3-D", module, column, {"x": _images(2, 16, 5, 4, 6)})
 
 
-def _residual_add(dtype: torch.dtype) -> Case:
+def _residual_add(column: Column) -> Case:
     def plain(x: Tensor, branch: Tensor) -> Tensor:
         return x + branch
 
-    inputs = {name: _images(4, 48, 9, 7).to(dtype) for name in ("x", "branch")}
+    inputs = {name: _images(4, 48, 9, 7).to(column.dtype) for name in ("x", "branch")}
     return Case("addition", residual_add, plain, inputs)
 
 
-def _layout(name: str, dtype: torch.dtype) -> Case:
+def _layout(name: str, column: Column) -> Case:
     def converted(x: Tensor) -> Tensor:
         x = x.detach()
         if name == "nchw":
@@ -168,10 +192,12 @@ def _layout(name: str, dtype: torch.dtype) -> Case:
         return getattr(dispatch.kernels_for(x), name)(x)
 
     # From 65,536 elements on, the CPU library converts.
-    return Case(name, converted, lambda x: x.detach(), {"x": _images(4, 80, 16, 16).to(dtype)})
+    return Case(
+        name, converted, lambda x: x.detach(), {"x": _images(4, 80, 16, 16).to(column.dtype)}
+    )
 
 
-def _dropout(dtype: torch.dtype) -> Case:
+def _dropout(column: Column) -> Case:
     factor = 1 / (1 - 0.25)  # exact in half precision to one rounding
 
     def masked(x: Tensor, branch: Tensor) -> Tensor:
@@ -185,11 +211,13 @@ def _dropout(dtype: torch.dtype) -> Case:
 
     x = _images(4, 48, 9, 7)
     kept = torch.empty_like(x).bernoulli_(0.75)
-    return Case("dropout", masked, plain, {"x": x.to(dtype), "branch": kept.to(dtype)})
+    return Case(
+        "dropout", masked, plain, {"x": x.to(column.dtype), "branch": kept.to(column.dtype)}
+    )
 
 
 def _stage(
-    dtype: torch.dtype, kind: str, width: int, count: int = 2, projects: bool = False, **options
+    column: Column, kind: str, width: int, count: int = 2, projects: bool = False, **options
 ) -> Case:
     """Blocks without projections, which backends run in one call; or one of stride 2 ahead."""
     block, channels = BLOCKS[kind], width * BLOCKS[kind].expansion
@@ -198,59 +226,64 @@ def _stage(
         blocks[0] = block(32, width, stride=2)
     stage = PreActStage(blocks, **options)
     x = _images(4, 32 if projects else channels, 8, 8)
+    randomised(stage)
+    if column.is_coarse:
+        _away_from_kinks(stage)
+        x = x.sign() * (1 + torch.rand_like(x) / 10)
     name = f"{count} {kind} blocks of width {width}, {stage.extra_repr()}"
-    module = _in_dtype(_away_from_kinks(randomised(stage)), dtype)
-    stream = x if options.get("residual_dtype") else x.to(dtype)
+    module = _in_dtype(stage, column.dtype)
+    stream = x if options.get("residual_dtype") else x.to(column.dtype)
     return Case(name, module, plain_copy(module), {"x": stream})
 
 
-def _under_autocast(dtype: torch.dtype) -> Case:
-    case = _stage(torch.float32, "bottleneck", 16)
-    fused, plain = (_Autocast(m, dtype) for m in (case.fused, case.plain))
-    return Case("autocast", fused, plain, case.inputs)
+def _under_autocast(column: Column) -> Case:
+    """A stage of float32 parameters in which products are of the column's dtype."""
+    case = _stage(column, "bottleneck", 16)
+    fused, plain = (_Autocast(m.float(), column.dtype) for m in (case.fused, case.plain))
+    return Case("autocast", fused, plain, {name: t.float() for name, t in case.inputs.items()})
 
 
 def _convs(
     *sizes: tuple[int, int], size: int, given: Sequence[str] = (), **options: Any
-) -> Callable[[torch.dtype], list[Case]]:
+) -> Callable[[Column], list[Case]]:
     """Units of one kernel, by channels before and after the convolution."""
-    return lambda dtype: [_conv(dtype, c, k, size, *given, **options) for c, k in sizes]
+    return lambda column: [_conv(column, c, k, size, *given, **options) for c, k in sizes]
 
 
-def _many_pixels(dtype: torch.dtype) -> list[Case]:
+def _many_pixels(column: Column) -> list[Case]:
     return [
-        _conv(dtype, 16, 16, 3, "residual", image=(32, 32)),
-        _conv(dtype, 16, 64, 1, image=(32, 32)),
-        _conv(dtype, 32, 32, 3, image=(32, 32), norm="group"),
+        _conv(column, 16, 16, 3, "residual", image=(32, 32)),
+        _conv(column, 16, 64, 1, image=(32, 32)),
+        _conv(column, 32, 32, 3, image=(32, 32), norm="group"),
     ]
 
 
-def _float32_streams(dtype: torch.dtype) -> list[Case]:
-    modes = ("store", "rebuild") if dtype in HALF else ()
+def _float32_streams(column: Column) -> list[Case]:
+    modes = ("store", "rebuild") if column.dtype in HALF else ()
     return [
-        _stage(dtype, "bottleneck", 16, count=3, memory=memory, residual_dtype=torch.float32)
+        _stage(column, "bottleneck", 16, count=3, memory=memory, residual_dtype=torch.float32)
         for memory in modes
     ]
 
 
-def _stages(*widths: int, kind: str, **options: Any) -> Callable[[torch.dtype], list[Case]]:
-    return lambda dtype: [_stage(dtype, kind, width, **options) for width in widths]
+def _stages(*widths: int, kind: str, **options: Any) -> Callable[[Column], list[Case]]:
+    return lambda column: [_stage(column, kind, width, **options) for width in widths]
 
 
 def _each(
-    *parts: Callable[[torch.dtype], list[Case]],
-) -> Callable[[torch.dtype], list[Case]]:
-    return lambda dtype: [case for part in parts for case in part(dtype)]
+    *parts: Callable[[Column], list[Case]],
+) -> Callable[[Column], list[Case]]:
+    return lambda column: [case for part in parts for case in part(column)]
 
 
-KINDS: dict[str, Callable[[torch.dtype], list[Case]]] = {
-    "batch norm, ReLU": lambda dtype: [_norm("batch", "relu", dtype)],
-    "batch norm, evaluation": lambda dtype: [_norm("batch", "relu", dtype, training=False)],
-    "batch norm, every activation": lambda dtype: [_norm("batch", a, dtype) for a in ACTIVATIONS],
-    "group norm, SiLU": lambda dtype: [
-        _norm("group", "silu", dtype, modulates) for modulates in (False, True)
+KINDS: dict[str, Callable[[Column], list[Case]]] = {
+    "batch norm, ReLU": lambda column: [_norm("batch", "relu", column)],
+    "batch norm, evaluation": lambda column: [_norm("batch", "relu", column, training=False)],
+    "batch norm, every activation": lambda column: [_norm("batch", a, column) for a in ACTIVATIONS],
+    "group norm, SiLU": lambda column: [
+        _norm("group", "silu", column, modulates) for modulates in (False, True)
     ],
-    "instance norm, leaky ReLU": lambda dtype: [_norm("instance", "leaky_relu", dtype)],
+    "instance norm, leaky ReLU": lambda column: [_norm("instance", "leaky_relu", column)],
     "1x1 convolution": _each(
         _convs((16, 64), (32, 128), (64, 256), (48, 96), size=1),
         _convs((64, 16), (128, 32), (256, 64), size=1, given=["residual"]),
@@ -269,15 +302,15 @@ KINDS: dict[str, Callable[[torch.dtype], list[Case]]] = {
         _convs((48, 32), size=3, groups=4, bias=True),
         _convs((10, 17), size=3, padding=2, dilation=2, bias=True),
     ),
-    "3-D convolution": lambda dtype: [_conv_3d(dtype)],
+    "3-D convolution": lambda column: [_conv_3d(column)],
     "convolution, evaluation": _convs((64, 64), size=3, training=False),
     "group norm, SiLU, convolution": _each(
         _convs((64, 64), size=3, given=["residual", "scale", "shift"], norm="group"),
         _convs((64, 32), size=1, norm="group"),
     ),
-    "residual addition": lambda dtype: [_residual_add(dtype)],
-    "layouts": lambda dtype: [_layout("nhwc", dtype), _layout("nchw", dtype)],
-    "dropout": lambda dtype: [_dropout(dtype)],
+    "residual addition": lambda column: [_residual_add(column)],
+    "layouts": lambda column: [_layout("nhwc", column), _layout("nchw", column)],
+    "dropout": lambda column: [_dropout(column)],
     "bottlenecks": _stages(16, 32, 64, kind="bottleneck"),
     "basic blocks": _stages(16, 32, 64, kind="basic"),
     "projections": _each(*(_stages(16, kind=kind, projects=True) for kind in BLOCKS)),
@@ -286,6 +319,6 @@ KINDS: dict[str, Callable[[torch.dtype], list[Case]]] = {
     ),
     "checkpoints": _stages(16, kind="bottleneck", count=3, memory="checkpoint", segments=2),
     "float32 residual stream": _float32_streams,
-    "autocast": lambda dtype: [_under_autocast(dtype)] if dtype in HALF else [],
+    "autocast": lambda column: [_under_autocast(column)] if column.dtype in HALF else [],
 }
-"""Makes the cases of each kind, with activations in a dtype."""
+"""Makes the cases of each kind for a column of the table."""

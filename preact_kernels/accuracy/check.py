@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from preact_kernels.accuracy import oracle
-from preact_kernels.accuracy.cases import HALF, KINDS, Case
+from preact_kernels.accuracy.cases import KINDS, Case, Column
 from preact_kernels.ops import dispatch
-from preact_kernels.ops.checks import dtype_name
 
 DRAWS = 3  # problems of each case
-MOST_KINKS = 200_000  # inputs of ReLUs for which a problem away from kinks is searched
-SECONDS = 120  # for a kind of case in a process of its own
+MOST_KINKS = 200_000  # most ReLU inputs for which to resample away from kinks
+SECONDS = 300  # for a kind of case in a process of its own
 # Largest relative error of plain PyTorch itself, about ten times what is usual.
 MOST_EAGER_ERROR = {
     torch.float64: 1e-11,
@@ -31,16 +30,6 @@ MOST_EAGER_ERROR = {
     torch.bfloat16: 0.15,
 }
 MOST_TF32_ERROR = 0.05
-
-
-class Column(NamedTuple):
-    """Dtype of the activations, and whether products of float32 may round operands to TF32."""
-
-    dtype: torch.dtype
-    tf32: bool = False
-
-    def __str__(self) -> str:
-        return "TF32" if self.tf32 else dtype_name(self.dtype)
 
 
 class Cell(NamedTuple):
@@ -91,8 +80,8 @@ def check_backend(backend: dispatch.Backend, columns: Sequence[Column]) -> bool:
 def _rows(backend: dispatch.Backend, columns: Sequence[Column]) -> Iterator[list[Cell | None]]:
     """The cells of each kind of case.
 
-    On a GPU each kind has a process of its own, because an error of a kernel spoils all later calls
-    of a process. Several run at a time: Triton compiles some hundred kernels.
+    On a GPU each kind has a process of its own, because an error of a kernel makes later CUDA calls
+    of its process fail. Several run at a time: Triton compiles some hundred kernels.
     """
     if device_of(backend).type == "cpu":
         for kind in KINDS:
@@ -111,10 +100,10 @@ def run_process(name: str, kind: str, columns: Sequence[Column]) -> list[Cell | 
     """The cells of one kind of case, checked in a process of its own."""
     package = Path(__file__).parents[2]
     program = (
-        f"import sys; sys.path.insert(0, {str(package)!r}); "
+        f"import sys; sys.path.append({str(package)!r}); "
         f"from {__name__} import main; main(*sys.argv[1:])"
     )
-    command = [sys.executable, "-c", program, name, kind, *map(str, columns)]
+    command = [sys.executable, "-X", "faulthandler", "-c", program, name, kind, *map(str, columns)]
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -122,8 +111,9 @@ def run_process(name: str, kind: str, columns: Sequence[Column]) -> list[Cell | 
     except subprocess.TimeoutExpired:
         return [Cell(math.inf, [f"no result within {SECONDS} s"])] * len(columns)
     if process.returncode:
-        last = (process.stderr.strip() or "no output").splitlines()[-1]
-        fault = f"its process ended with exit status {process.returncode}: {last}"
+        lines = (process.stderr.strip() or "no output").splitlines()
+        line = lines[0 if process.returncode < 0 else -1]  # of faulthandler, or of a traceback
+        fault = f"the process exited with status {process.returncode}: {line}"
         return [Cell(math.inf, [fault])] * len(columns)
     cells = json.loads(process.stdout.splitlines()[-1])
     return [None if cell is None else Cell(*cell) for cell in cells]
@@ -141,7 +131,7 @@ def check_kind(name: str, kind: str, column: Column) -> Cell | None:
     (backend,) = (b for b in dispatch.BACKENDS if b.name == name)
     with torch.random.fork_rng([]), _settings(column), dispatch.use_backend(name):
         torch.manual_seed(0)
-        cells = [_check(case, device_of(backend), column) for case in KINDS[kind](column.dtype)]
+        cells = [_check(case, device_of(backend), column) for case in KINDS[kind](column)]
     if not cells:
         return None
     return Cell(max(c.share for c in cells), [f for c in cells for f in c.faults])
@@ -156,7 +146,7 @@ def _check(case: Case, device: torch.device, column: Column) -> Cell:
     except Exception as error:  # kernel and compiler errors must not stop the other cases
         message = str(error).strip().partition("\n")[0]
         return Cell(math.inf, [f"{case.name}: {type(error).__name__}: {message}"])
-    judgements = comparison.judgements.values()
+    judgements = [*comparison.judgements.values(), *comparison.elements.values()]
     faults = [j.fault for j in judgements if j.fault]
     most = MOST_TF32_ERROR if column.tf32 else MOST_EAGER_ERROR[column.dtype]
     if not comparison.eager_error <= most:
@@ -165,7 +155,7 @@ def _check(case: Case, device: torch.device, column: Column) -> Cell:
         name
         for first, second in zip(comparison.runs, again, strict=True)
         for name, t in first.items()
-        if t is not None and not oracle.same_bits(t, second[name])
+        if t is not None and (second[name] is None or not oracle.same_bits(t, second[name]))
     }
     faults += [f"{name}: two runs gave different bits" for name in sorted(changed)]
     share = max(math.inf if math.isnan(j.share) else j.share for j in judgements)
@@ -173,10 +163,10 @@ def _check(case: Case, device: torch.device, column: Column) -> Cell:
 
 
 def _problem(case: Case, index: int, column: Column) -> oracle.Inputs:
-    """Inputs of a case with an `x` of their own, every second one stored NHWC."""
+    """Inputs of a case with an `x` of its own: other signs, and every second one stored NHWC."""
     x = case.inputs["x"]
-    x = (x + (torch.randn(x.shape) / 4).to(x)).to(x.dtype)
-    most = 0 if column.dtype in HALF or column.tf32 else MOST_KINKS
+    x = x * (torch.randint(2, x.shape) * 2 - 1).to(x)
+    most = 0 if column.is_coarse else MOST_KINKS
     inputs = oracle.off_kinks(case.plain, {**case.inputs, "x": x}, most=most)
     if index % 2 and x.dim() == 4:
         nhwc: Tensor = inputs["x"].contiguous(memory_format=torch.channels_last)
@@ -188,7 +178,7 @@ def _problem(case: Case, index: int, column: Column) -> oracle.Inputs:
 def _settings(column: Column) -> Iterator[None]:
     """Lets convolutions round to TF32 or not, fills new tensors with NaN, and hides warnings.
 
-    PyTorch's own operations repeat their bits.
+    Makes PyTorch's own operations deterministic.
     """
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     deterministic: Any = torch.utils.deterministic

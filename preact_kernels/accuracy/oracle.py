@@ -143,25 +143,44 @@ def stacked(runs: Sequence[Results]) -> Results:
     }
 
 
+def eager_runs(
+    plain: Callable[..., Tensor] | nn.Module,
+    problems: Sequence[Problem],
+    tf32: bool = False,
+    **options,
+) -> list[Results]:
+    """Results of plain PyTorch in the dtype of `x`, in several orders of evaluation.
+
+    With `tf32`, PyTorch may round the operands of products to 11 bits, and does not always: then
+    float16, which has 11 bits, is one more order.
+    """
+    orders = (*_ORDERS, {"dtype": torch.float16}) if tf32 else _ORDERS
+    return [evaluate_all(plain, problems, **order, **options) for order in orders]
+
+
+def largest_distances(
+    runs: Sequence[Results], truth: Results, metric: Callable[[Tensor, Tensor], float]
+) -> dict[str, float]:
+    """The largest distance of any run from the truth, for every result."""
+    return {
+        name: max(metric(run[name], expected) for run in runs)
+        for name, expected in truth.items()
+        if expected is not None
+    }
+
+
 def eager_errors(
     plain: Callable[..., Tensor] | nn.Module,
     problems: Sequence[Problem],
     truth: Results,
-    tf32: bool = False,
+    runs: Sequence[Results] | None = None,
     **options,
 ) -> dict[str, float]:
     """How far plain PyTorch in the dtype of `x` is from the truth, for every result.
 
-    With `tf32`, PyTorch may round the operands of products to 11 bits, and does not always: then
-    float16, which has 11 bits, is one more order of evaluation.
+    `runs` are those of `eager_runs`, if they are there already.
     """
-    orders = (*_ORDERS, {"dtype": torch.float16}) if tf32 else _ORDERS
-    runs = [evaluate_all(plain, problems, **order, **options) for order in orders]
-    errors = {
-        name: max(distance(run[name], expected) for run in runs)
-        for name, expected in truth.items()
-        if expected is not None
-    }
+    errors = largest_distances(runs or eager_runs(plain, problems, **options), truth, distance)
     x = problems[0][0]["x"]
     if x.dtype == torch.float64:
         narrow = [
@@ -230,6 +249,29 @@ def _judge(
     )
 
 
+def judge_elements(
+    fused: Results, truth: Results, eager: Sequence[Results], rounding: float | None = None
+) -> dict[str, Judgement]:
+    """Whether no element of `fused` is much further from the truth than any of `eager`.
+
+    A norm does not see one wrong element among many. The largest error of an element varies more
+    than a norm, so it may be four times eager's, and two roundings of the largest element.
+    """
+    errors = largest_distances(eager, truth, _largest_distance)
+    judgements = {}
+    for name, error in errors.items():
+        found = fused.get(name)
+        if found is None or found.shape != truth[name].shape or not found.is_floating_point():
+            continue
+        unit = unit_roundoff(found.dtype) if rounding is None else rounding
+        allowed = 4 * error + 2 * unit * float(truth[name].abs().amax() if found.numel() else 0)
+        largest = _largest_distance(found, truth[name])
+        share = largest / allowed if allowed else (math.inf if largest else 0.0)
+        fault = f"{name}: an element is off by {largest:.3g}, allowed {allowed:.3g}"
+        judgements[name] = Judgement(share, "" if share <= 1 else fault)
+    return judgements
+
+
 _aten = torch.ops.aten
 
 # Where the gradients of activations jump.
@@ -286,6 +328,7 @@ class Comparison(NamedTuple):
 
     runs: list[Results]  # of each problem
     judgements: dict[str, Judgement]
+    elements: dict[str, Judgement]  # of the largest errors of single elements; not in float64
     eager_error: float  # relative error of all results of plain PyTorch
 
 
@@ -315,16 +358,21 @@ def compare(
     with _one_thread():
         compute_truth = _truth_on_cpu if truth_on_cpu else evaluate_all
         truth = compute_truth(plain, with_gradients, dtype=torch.float64, **options)
-        errors = eager_errors(plain, with_gradients, truth, tf32, **options)
+        others = eager_runs(plain, with_gradients, tf32, **options)
+        errors = eager_errors(plain, with_gradients, truth, others, **options)
         eager = evaluate(plain, *with_gradients[0], **options)
-    judgements = judge(stacked(runs), truth, errors, _TF32_ROUNDOFF if tf32 else None)
+    rounding = _TF32_ROUNDOFF if tf32 else None
+    judgements = judge(stacked(runs), truth, errors, rounding)
+    elements = {}
+    if problems[0]["x"].dtype != torch.float64:
+        elements = judge_elements(stacked(runs), truth, others, rounding)
     for name, value in eager.items():
         dtypes = [None if t is None else t.dtype for t in (value, runs[0].get(name))]
         if dtypes[0] != dtypes[1] and not judgements[name].fault:
             fault = f"{name}: expected {dtypes[0]}, got {dtypes[1]}"
             judgements[name] = Judgement(math.inf, fault)
     error, norm = math.hypot(*errors.values()), math.hypot(*(_norm(truth[n]) for n in errors))
-    return Comparison(runs, judgements, error / norm if norm else error)
+    return Comparison(runs, judgements, elements, error / norm if norm else error)
 
 
 def _truth_on_cpu(
@@ -369,6 +417,11 @@ def _norm(t: Tensor) -> float:
 def distance(a: Tensor, b: Tensor) -> float:
     """Euclidean, in float64."""
     return _norm(a.double() - b.double())
+
+
+def _largest_distance(a: Tensor, b: Tensor) -> float:
+    """Of any element, in float64."""
+    return float((a.double() - b.double()).abs().amax()) if a.numel() else 0.0
 
 
 def _kind(value: Tensor | None) -> str:

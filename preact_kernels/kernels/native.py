@@ -44,7 +44,10 @@ PACKAGE = Path(__file__).parent.parent
 def load_library(name: str) -> str:
     """Loads a compiled library of the package. Returns why it cannot, or an empty string."""
     if not (PACKAGE / name).exists():
-        return f"{PACKAGE} has no {name}"
+        return (
+            f"{PACKAGE} has no {name}; if this is a source tree that hides an installed package, "
+            "run from another folder"
+        )
     try:
         torch.ops.load_library(str(PACKAGE / name))
     except OSError as error:

@@ -31,7 +31,7 @@ class Backend(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     load_error: Callable[[], str]  # why it is not available, or an empty string
     only_by_name: bool = False  # "auto" skips it
-    library_error: Callable[[], str] = lambda: ""  # what an installation can mend
+    library_error: Callable[[], str] = lambda: ""  # problems that reinstalling can fix
     yields: Callable[[], bool] = lambda: False  # "auto" takes a later one before it, if there is
     is_experimental: bool = False  # the whole test suite has not passed on its device
 
@@ -216,11 +216,12 @@ def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
     raise BackendError(f"no backend serves dtype {dtype} on {device_type}")
 
 
-_BUILD = (
-    " If that folder is a source tree that hides an installed package, run from another folder. "
-    "Else install a wheel, or build the library: in the sources, run "
-    "`pip install -v --no-build-isolation --force-reinstall --no-deps .`."
-)
+# How to get the library of a backend.
+_BUILD = "`pip install -v --no-build-isolation --force-reinstall --no-deps .` in the sources"
+_REMEDIES = {
+    "cpu": f" Install a wheel, or run {_BUILD}.",
+    "cuda": f" Where nvcc is installed, run {_BUILD}.",
+}
 
 
 @functools.cache
@@ -229,7 +230,7 @@ def _warn_of_missing_library(backend: Backend) -> None:
     if error := backend.library_error():
         warnings.warn(
             f"preact_kernels: the backend {backend.name!r} is not available ({error}), and a "
-            f"slower one runs instead.{'' if backend.name == 'triton' else _BUILD}",
+            f"slower one runs instead.{_REMEDIES.get(backend.name, '')}",
             stacklevel=2,
         )
 

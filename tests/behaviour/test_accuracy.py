@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 import re
 import subprocess
 import sys
@@ -121,6 +122,54 @@ def test_statistics_of_the_call_before_are_found(monkeypatch):
 
 
 @needs_cpu_library
+@pytest.mark.parametrize(
+    ("kind", "column"),
+    [("many pixels", check.Column(torch.bfloat16)), ("bottlenecks", check.Column(torch.bfloat16))],
+)
+def test_one_wrong_element_is_found(kind, column, monkeypatch):
+    def fault(t):
+        t[-1, -1, -1, -1] += 4
+
+    plant(
+        "norm_act_conv_forward" if kind == "many pixels" else "block_run_forward",
+        monkeypatch,
+        fault,
+    )
+    assert any(": an element is off by" in f for f in check.check_kind("cpu", kind, column).faults)
+
+
+@needs_cpu_library
+def test_a_fault_for_inputs_in_nhwc_alone_is_found(monkeypatch):
+    kernels = cpu.kernels()
+    function = kernels.norm_act_forward
+
+    def faulty(x, norm):
+        y = function(x, norm)
+        return y * 1.01 if x.is_contiguous(memory_format=torch.channels_last) else y
+
+    monkeypatch.setattr(kernels, "norm_act_forward", faulty)
+    assert check.check_kind("cpu", "batch norm, ReLU", FLOAT32).faults
+
+
+@pytest.mark.parametrize("column", [FLOAT32, check.Column(torch.float16)], ids=str)
+def test_relus_of_blocks_have_inputs_of_both_signs_in_a_channel(column):
+    for kind in ("bottlenecks", "basic blocks", "projections", "rebuilt residual stream"):
+        for case in KINDS[kind](column):
+            inputs = []
+            norm = case.plain[0].bn1
+            norm.register_forward_hook(lambda module, args, y, inputs=inputs: inputs.append(y))
+            case.plain(check._problem(case, 1, column)["x"])
+            positive = (inputs[0] > 0).float().mean((0, 2, 3))
+            assert ((positive > 0.05) & (positive < 0.95)).float().mean() > 0.3
+
+
+def test_kinds_have_the_sizes_that_they_are_for():
+    (wide, *_), (many, *_) = (KINDS[kind](FLOAT32) for kind in ("large weight", "many pixels"))
+    assert wide.fused.conv.weight.numel() > 2**16  # limit of the direct convolutions of the CPU
+    assert many.inputs["x"].shape[2:].numel() >= 1024 and "residual" in many.inputs
+
+
+@needs_cpu_library
 def test_a_call_that_raises_is_a_miss_with_the_error(monkeypatch):
     def fault(t):
         raise RuntimeError("no memory\nmore lines")
@@ -187,8 +236,23 @@ def test_a_check_of_plain_pytorch_alone_says_so(monkeypatch, capsys):
     monkeypatch.setattr(check, "KINDS", {"dropout": KINDS["dropout"]})
     assert command.main(["check", "--backends", "reference", "reference"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("dropout") == 1
-    assert "no kernel of this package was checked" in printed
+    assert printed.count("dropout") == 1 and "no kernel" not in printed
+    is_reference = {b: b.name == "reference" for b in dispatch.BACKENDS}
+    monkeypatch.setattr(command, "refusal", lambda b: "" if is_reference[b] else "no library")
+    assert command.main(["check"]) == 1
+    assert "no kernel of this package was checked" in capsys.readouterr().out
+
+
+def test_without_names_backends_that_serve_no_chosen_dtype_are_left_out(monkeypatch, capsys):
+    half = dispatch._by_name["reference"]._replace(name="half", dtypes=(torch.float16,))
+    row = dispatch._by_name["reference"]
+    monkeypatch.setattr(dispatch, "BACKENDS", (half, row))
+    checked = []
+    monkeypatch.setattr(
+        command, "check_backend", lambda backend, columns: checked.append(backend.name) or True
+    )
+    assert command.main(["check", "--dtypes", "float64"]) == 0
+    assert checked == ["reference"]
 
 
 def test_what_is_not_available_or_not_served_is_refused(capsys, monkeypatch):
@@ -230,8 +294,8 @@ def test_a_process_of_its_own_finds_the_same(monkeypatch):
 @pytest.mark.parametrize(
     ("program", "fault"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11: no output"),
-        ("raise ValueError('lost')", "exit status 1: ValueError: lost"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "status -11: no output"),
+        ("raise ValueError('lost')", "status 1: ValueError: lost"),
         ("import time; time.sleep(60)", "no result within 1 s"),
     ],
     ids=["crash", "error", "hang"],
@@ -329,7 +393,7 @@ def test_the_cases_reach_every_operation_and_route_of_the_cpu_library(monkeypatc
     monkeypatch.setattr(cpu, "_LEAST_CONVERTED", 1)
     with Calls(), dispatch.use_backend("cpu"):
         for make in KINDS.values():
-            for case in make(torch.float32):
+            for case in make(FLOAT32):
                 oracle.evaluate(case.fused, case.inputs)
     library = {f"preact_kernels_cpu::{n}" for n in SCHEMAS}
     assert library <= called, library - called
@@ -348,11 +412,28 @@ def test_the_command_lists_every_backend_with_the_reason(capsys):
 
 
 def test_a_source_tree_that_hides_the_installed_package_is_named(monkeypatch, tmp_path, capsys):
-    installed = tmp_path / "preact_kernels"
-    distribution = types.SimpleNamespace(locate_file=lambda name: tmp_path / name, version="1")
-    monkeypatch.setattr(command.importlib.metadata, "distribution", lambda name: distribution)
+    monkeypatch.syspath_prepend(tmp_path)
     command.main([])
-    assert "hides" not in capsys.readouterr().out  # an editable install has no such folder
-    installed.mkdir()
+    assert "hides" not in capsys.readouterr().out
+    (tmp_path / "preact_kernels").mkdir()
+    (tmp_path / "preact_kernels/__init__.py").touch()
     command.main([])
-    assert f"this folder hides {installed}: run from another folder" in capsys.readouterr().out
+    hidden = tmp_path / "preact_kernels"
+    assert f"this folder hides {hidden}: run from another folder" in capsys.readouterr().out
+
+
+@needs_cpu_library
+def test_a_reader_that_closes_the_pipe_ends_the_check_without_a_traceback():
+    arguments = "check --backends cpu --dtypes float32"
+    process = subprocess.run(
+        f"'{sys.executable}' -m preact_kernels {arguments} | head -n 1; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert process.stdout.startswith("preact_kernels") and "Traceback" not in process.stderr

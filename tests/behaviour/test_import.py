@@ -77,7 +77,8 @@ def test_an_older_torch_an_unknown_backend_and_a_missing_library_are_named():
     assert available == "('reference',)"
     package = "/nowhere"
     assert refusal == (
-        f"backend 'cpu' is not available here ({package} has no _cpu.so); available: 'reference'"
+        f"backend 'cpu' is not available here ({package} has no _cpu.so; if this is a source tree "
+        "that hides an installed package, run from another folder); available: 'reference'"
     )
     assert "'cpu' is not available" in warning and "pip install" in warning
 

@@ -36,7 +36,9 @@ def test_the_readme_quotes_the_range_that_is_tested_and_developed_with(name):
         assert versions[0].startswith(f"{OLDEST}.")
         assert f'"torch>={OLDEST}"' in PYPROJECT
         (developed,) = re.findall(r"^torch==(.*)$", requirements, re.M)
-        assert f"pip install torch=={developed} " in PYPROJECT  # builds the wheels of a release
+        workflow = (ROOT / ".github/workflows/release.yml").read_text()
+        for text in (PYPROJECT, workflow):  # what builds and checks the wheels of a release
+            assert f"pip install torch=={developed} " in text
         assert f'pip install "torch>={OLDEST}"' in README
 
 

@@ -24,7 +24,7 @@ needs_wheel = pytest.mark.skipif(not WHEEL, reason="`make wheel` runs it")
 @needs_wheel
 def test_a_wheel_has_the_package_its_cpu_library_and_its_metadata():
     stem = f"preact_kernels-{pk.__version__}"
-    tag = r"py3-none-manylinux_2_\d+_(x86_64|aarch64)"
+    tag = r"py3-none-manylinux_2_\d+_(x86_64|aarch64)(\.manylinux\w+)*"
     assert re.fullmatch(rf"{re.escape(stem)}-{tag}\.whl", Path(WHEEL).name)
     package = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("preact_kernels/**/*.py")}
     package |= {"preact_kernels/py.typed", "preact_kernels/_cpu.so"}
