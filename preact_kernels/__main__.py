@@ -112,9 +112,9 @@ def check(backends: Sequence[dispatch.Backend], dtypes: Sequence[str]) -> int:
     begin_s = time.monotonic()
     print(*heading(), "", sep="\n")
     print(
-        "The largest error of outputs, gradients and running statistics, as a share of what is "
-        "allowed:\ntwice the error of plain PyTorch in the same dtype, and one rounding. Above 1 "
-        "is a MISS.\n"
+        "The largest error of outputs, gradients and running statistics, as a share of what is\n"
+        "allowed: twice the error of plain PyTorch in the same dtype, and one rounding; for a\n"
+        "single element, four times and two roundings. Above 1 is a MISS.\n"
     )
     is_right = True
     for backend in backends:

@@ -44,6 +44,12 @@ class Cell(NamedTuple):
         return f"MISS {self.share:.4g}" if 1 < self.share < math.inf else "MISS"
 
 
+def backend_of(name: str) -> dispatch.Backend:
+    """The backend of a name."""
+    (backend,) = (b for b in dispatch.BACKENDS if b.name == name)
+    return backend
+
+
 def device_of(backend: dispatch.Backend) -> torch.device:
     """Where a backend is checked: on a GPU, the current one."""
     if backend.device_types:
@@ -121,17 +127,17 @@ def run_process(name: str, kind: str, columns: Sequence[Column]) -> list[Cell | 
 
 def main(name: str, kind: str, *chosen: str) -> None:
     """Prints the cells of one kind of case and of the chosen columns as JSON."""
-    (backend,) = (b for b in dispatch.BACKENDS if b.name == name)
+    backend = backend_of(name)
     columns = {str(column): column for column in columns_of(backend)}
     print(json.dumps([check_kind(name, kind, columns[text]) for text in chosen]))
 
 
 def check_kind(name: str, kind: str, column: Column) -> Cell | None:
     """Judges the cases of one kind on a backend; None if there are none in that dtype."""
-    (backend,) = (b for b in dispatch.BACKENDS if b.name == name)
+    device = device_of(backend_of(name))
     with torch.random.fork_rng([]), _settings(column), dispatch.use_backend(name):
         torch.manual_seed(0)
-        cells = [_check(case, device_of(backend), column) for case in KINDS[kind](column)]
+        cells = [_check(case, device, column) for case in KINDS[kind](column)]
     if not cells:
         return None
     return Cell(max(c.share for c in cells), [f for c in cells for f in c.faults])

@@ -360,14 +360,14 @@ def compare(
         truth = compute_truth(plain, with_gradients, dtype=torch.float64, **options)
         others = eager_runs(plain, with_gradients, tf32, **options)
         errors = eager_errors(plain, with_gradients, truth, others, **options)
-        eager = evaluate(plain, *with_gradients[0], **options)
+    found = stacked(runs)
     rounding = _TF32_ROUNDOFF if tf32 else None
-    judgements = judge(stacked(runs), truth, errors, rounding)
+    judgements = judge(found, truth, errors, rounding)
     elements = {}
     if problems[0]["x"].dtype != torch.float64:
-        elements = judge_elements(stacked(runs), truth, others, rounding)
-    for name, value in eager.items():
-        dtypes = [None if t is None else t.dtype for t in (value, runs[0].get(name))]
+        elements = judge_elements(found, truth, others, rounding)
+    for name, value in others[0].items():
+        dtypes = [None if t is None else t.dtype for t in (value, found.get(name))]
         if dtypes[0] != dtypes[1] and not judgements[name].fault:
             fault = f"{name}: expected {dtypes[0]}, got {dtypes[1]}"
             judgements[name] = Judgement(math.inf, fault)
