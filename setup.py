@@ -218,6 +218,7 @@ def cuda_extension():
             # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
             "nvcc": [
                 *NVCC_FLAGS,
+                *(f"-Xcompiler={flag}" for flag in relative_paths()),
                 f"-DPREACT_KERNELS_HEADERS={digest(headers)}",
                 *defined,
                 *targets,

@@ -57,13 +57,15 @@ void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
 // running = (1 - momentum) * running + momentum * batch, contiguous float32, for many vectors.
 void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
                           double momentum) {
-  STD_TORCH_CHECK(running.size() == batch.size(), "batch: expected ", running.size(),
-                  " tensors to match running, got ", batch.size());
+  PK_CHECK(running.size() == batch.size(), "batch: expected ", running.size(),
+           " tensors to match running, got ", batch.size());
   for (size_t i = 0; i < running.size(); ++i) {  // check all before writing any
-    STD_TORCH_CHECK(running[i].is_cpu() && running[i].is_contiguous() &&
-                        running[i].scalar_type() == ScalarType::Float,
-                    "running: expected contiguous float32 CPU tensors");
-    check_statistics("batch", batch[i], running[i].numel(), running[i]);
+    check_tensor("running", running[i]);
+    PK_CHECK(running[i].dim() == 1 && running[i].is_contiguous() &&
+                 running[i].scalar_type() == ScalarType::Float,
+             "running: expected contiguous float32 tensors [C]");
+    check_statistics("batch", batch[i], running[i]);
+    check_shape("batch", batch[i], {running[i].numel()});
   }
   for (size_t i = 0; i < running.size(); ++i) {
     float* to = mutable_data<float>(running[i]);

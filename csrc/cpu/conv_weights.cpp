@@ -8,21 +8,21 @@
 
 namespace preact_kernels {
 
-void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
+void check_conv_is_served(const char* name, const ConvSizes& conv, const ConvDtypes& dtypes,
                           const Tensor& conv_weight) {
-  STD_TORCH_CHECK(dtypes.products == dtypes.x && conv_weight.scalar_type() == dtypes.x,
-                  "conv_weight: expected the dtype of x, and products in it");
-  STD_TORCH_CHECK(dtypes.y == dtypes.x, "residual, dy: expected the dtype of x");
+  PK_CHECK(is_served_dtype(dtypes.products) && dtypes.products != ScalarType::Double,
+           "dtype: expected float32, bfloat16 or float16 for direct convolutions");
+  PK_CHECK(dtypes.x == dtypes.products, "dtype: expected that of x");
+  PK_CHECK(dtypes.y == dtypes.products, "residual, g, step_x: expected the dtype of x");
+  PK_CHECK(conv_weight.scalar_type() == dtypes.x, name, ": expected the dtype of x");
   const int64_t lanes = vector_bytes() / static_cast<int64_t>(sizeof(float));
-  STD_TORCH_CHECK(
-      conv.out_channels > 0 && conv.out_channels % lanes == 0 && conv.in_channels % lanes == 0,
-      "conv_weight: expected channels in multiples of ", lanes, ", got ", conv.out_channels,
-      " and ", conv.in_channels);
-  STD_TORCH_CHECK(conv.kernel_h % 2 == 1 && conv.kernel_w % 2 == 1 && conv.taps() <= Taps::kMost,
-                  "conv_weight: expected an odd kernel of at most ", Taps::kMost, " taps");
+  PK_CHECK(conv.out_channels > 0 && conv.out_channels % lanes == 0 && conv.in_channels % lanes == 0,
+           name, ": expected channels in multiples of ", lanes, ", got ", conv.out_channels,
+           " and ", conv.in_channels);
+  PK_CHECK(conv.kernel_h % 2 == 1 && conv.kernel_w % 2 == 1 && conv.taps() <= Taps::kMost, name,
+           ": expected an odd kernel of at most ", Taps::kMost, " taps");
   const bool has_stride = conv.stride.h > 1 || conv.stride.w > 1;
-  STD_TORCH_CHECK(conv.stride.h > 0 && conv.stride.w > 0, "stride: expected 1 or more");
-  STD_TORCH_CHECK(conv.taps() > 1 || !has_stride, "stride: expected 1 for a 1x1 kernel");
+  PK_CHECK(conv.taps() > 1 || !has_stride, "stride: expected 1 for a 1x1 kernel");
 }
 
 template <class T>

@@ -16,14 +16,29 @@ void for_ranges(int64_t values, const Body& body) {
   });
 }
 
+// Whether the values fill a range of memory, each in a place of its own.
+bool is_dense(const Tensor& t) {
+  std::vector<bool> is_found(t.dim());
+  for (int64_t found = 1; found < t.numel();) {
+    int64_t axis = 0;
+    while (axis < t.dim() && (is_found[axis] || t.size(axis) == 1 || t.stride(axis) != found)) {
+      ++axis;
+    }
+    if (axis == t.dim()) return false;
+    is_found[axis] = true;
+    found *= t.size(axis);
+  }
+  return true;
+}
+
 }  // namespace
 
 // A bit for each value: whether it is not 0.
 Tensor dropout_bits(const Tensor& drawn) {
-  STD_TORCH_CHECK(drawn.is_contiguous(), "drawn: expected a contiguous tensor");
-  const int64_t bytes = (drawn.numel() + 7) / 8;
-  const Tensor bits =
-      torch::stable::empty({&bytes, 1}, ScalarType::Byte, std::nullopt, drawn.device());
+  check_tensor("drawn", drawn);
+  PK_CHECK(is_served_dtype(drawn.scalar_type()), "drawn: expected dtype ", kDtypes);
+  PK_CHECK(drawn.is_contiguous(), "drawn: expected a contiguous tensor");
+  const Tensor bits = new_tensor(drawn, {(drawn.numel() + 7) / 8}, ScalarType::Byte);
   uint8_t* to = mutable_data<uint8_t>(bits);
   for_dtype(drawn.scalar_type(), [&](auto value) {
     const auto* from = data<decltype(value)>(drawn);
@@ -36,15 +51,13 @@ Tensor dropout_bits(const Tensor& drawn) {
 
 // Multiplies each value, in the order of the memory, by `factor` where its bit is set, else by 0.
 void dropout(const Tensor& values, const Tensor& bits, double factor) {
-  int64_t last = 0;  // offset of the last value
-  for (int64_t axis = 0; axis < values.dim(); ++axis) {
-    last += (values.size(axis) - 1) * values.stride(axis);
-  }
-  STD_TORCH_CHECK(values.numel() == 0 || last + 1 == values.numel(),
-                  "values: expected a dense tensor");
-  STD_TORCH_CHECK(bits.scalar_type() == ScalarType::Byte && bits.is_contiguous() &&
-                      bits.numel() == (values.numel() + 7) / 8,
-                  "bits: expected a bit for each of ", values.numel(), " values");
+  check_tensor("values", values);
+  PK_CHECK(is_served_dtype(values.scalar_type()), "values: expected dtype ", kDtypes);
+  PK_CHECK(is_dense(values), "values: expected a dense tensor");
+  check_tensor("bits", bits);
+  PK_CHECK(bits.scalar_type() == ScalarType::Byte && bits.is_contiguous(),
+           "bits: expected contiguous bytes");
+  check_shape("bits", bits, {(values.numel() + 7) / 8});
   const uint8_t* first_bits = data<uint8_t>(bits);
   for_dtype(values.scalar_type(), [&](auto value) {
     using T = decltype(value);

@@ -11,8 +11,7 @@ template <class Body>
 auto for_single_dtype(ScalarType dtype, const Body& body) {
   if (dtype == ScalarType::Float) return body(float{});
   if (dtype == ScalarType::Half) return body(Float16{});
-  STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
-                  "x: expected dtype float32, bfloat16 or float16 in the direct convolutions");
+  PK_CHECK(dtype == ScalarType::BFloat16, "x: expected dtype ", kDtypes);
   return body(BFloat16{});
 }
 

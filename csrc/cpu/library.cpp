@@ -52,13 +52,10 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
+  implement_ops(m);
   m.impl("instruction_set", TORCH_BOX(&instruction_set));
   m.impl("channel_multiple", TORCH_BOX(&channel_multiple));
   m.impl("conv_limits", TORCH_BOX(&conv_limits));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, PK_DISPATCH_KEY, m) {
-  implement_ops(m);
   m.impl("conv_route", TORCH_BOX(&conv_route));
   m.impl("dropout_bits", TORCH_BOX(&dropout_bits));
   m.impl("transpose", TORCH_BOX(&transpose));

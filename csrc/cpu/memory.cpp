@@ -9,6 +9,7 @@
 
 #include "asan.h"
 #include "dtypes.h"
+#include "thread_buffer.h"
 
 namespace preact_kernels {
 
@@ -27,7 +28,7 @@ void*& start_of(void* values) { return static_cast<void**>(values)[-1]; }
 
 void* allocate(size_t bytes) {
   void* start = std::malloc(bytes + kAlignment);
-  STD_TORCH_CHECK(start != nullptr, "out of memory: cannot allocate ", bytes, " bytes");
+  if (start == nullptr) fail_to_allocate(bytes);
   // malloc aligns to at least a pointer and its size: there is room for `start`.
   const uintptr_t address = (reinterpret_cast<uintptr_t>(start) / kAlignment + 1) * kAlignment;
   void* values = reinterpret_cast<void*>(address);
@@ -46,6 +47,10 @@ void release(void* values) {
 }
 
 }  // namespace
+
+void fail_to_allocate(int64_t bytes) {
+  fail("CPU out of memory. Tried to allocate ", bytes, " bytes.");
+}
 
 Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
   const int64_t row = size.width * size.channels;

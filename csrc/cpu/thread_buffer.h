@@ -3,11 +3,12 @@
 
 #include <cstdint>
 #include <cstdlib>
-#include <new>
 
 #include "asan.h"
 
 namespace preact_kernels {
+
+[[noreturn]] void fail_to_allocate(int64_t bytes);  // memory.cpp
 
 // The purpose of a buffer. A thread uses one buffer of each purpose at a time.
 enum class Use { kScratch, kWeights, kWeightGradients, kPartials, kOperands };
@@ -28,7 +29,7 @@ A* thread_buffer(int64_t values) {
     std::free(buffer.memory);
     buffer.memory = std::aligned_alloc(64, bytes);
     buffer.bytes = buffer.memory == nullptr ? 0 : bytes;
-    if (buffer.memory == nullptr) throw std::bad_alloc();
+    if (buffer.memory == nullptr) fail_to_allocate(bytes);
   }
   ASAN_UNPOISON_MEMORY_REGION(buffer.memory, used);
   ASAN_POISON_MEMORY_REGION(static_cast<char*>(buffer.memory) + used, buffer.bytes - used);

@@ -8,12 +8,11 @@ namespace preact_kernels {
 // first-level cache.
 Tensor transpose(const Tensor& x) {
   constexpr int64_t kRows = 64, kColumns = 64;
-  STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "x: expected contiguous matrices [M, R, C]");
-  STD_TORCH_CHECK(x.element_size() == 2 || x.element_size() == 4,
-                  "x: expected values of 2 or 4 bytes");
+  check_tensor("x", x);
+  PK_CHECK(x.dim() == 3 && x.is_contiguous(), "x: expected contiguous matrices [M, R, C]");
+  PK_CHECK(x.element_size() == 2 || x.element_size() == 4, "x: expected values of 2 or 4 bytes");
   const int64_t count = x.size(0), rows = x.size(1), columns = x.size(2);
-  const int64_t sizes[] = {count, columns, rows};
-  const Tensor y = torch::stable::empty({sizes, 3}, x.scalar_type(), std::nullopt, x.device());
+  const Tensor y = new_tensor(x, {count, columns, rows}, x.scalar_type());
   const auto run = [&](auto word) {
     using W = decltype(word);
     const W* from = static_cast<const W*>(x.const_data_ptr());

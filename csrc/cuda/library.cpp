@@ -23,9 +23,8 @@ namespace preact_kernels {
 bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream);  // norm_act_conv.cu
 
 Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
-  const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
-  return torch::stable::empty({sizes, 4}, dtype, std::nullopt, like.device(), std::nullopt,
-                              torch::headeronly::MemoryFormat::ChannelsLast);
+  return new_tensor(like, {size.images, size.channels, size.height, size.width}, dtype,
+                    torch::headeronly::MemoryFormat::ChannelsLast);
 }
 
 }  // namespace preact_kernels
@@ -37,7 +36,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
   m.def("norm_act_conv_is_served(Tensor conv_weight, bool float32_stream) -> bool");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, PK_DISPATCH_KEY, m) {
+STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, CompositeExplicitAutograd, m) {
   implement_ops(m);
   m.impl("norm_act_conv_is_served", TORCH_BOX(&norm_act_conv_is_served));
 }

@@ -67,7 +67,7 @@ const char* refusal(const ConvSizes& conv, ScalarType dtype) {
 Tensor aligned(const Tensor& t, Workspace& workspace) {
   if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0) return t;
   workspace.has_launched = false;  // the last launch is PyTorch's
-  return torch::stable::clone(t);
+  return allocated([&] { return torch::stable::clone(t); });
 }
 std::optional<Tensor> aligned(const std::optional<Tensor>& t, Workspace& workspace) {
   return t.has_value() ? std::optional<Tensor>(aligned(*t, workspace)) : std::nullopt;
@@ -82,13 +82,13 @@ Gradient aligned(Gradient gradient, Workspace& workspace) {
 }
 
 void check_norm_is_served(const Norm& norm) {
-  STD_TORCH_CHECK(norm.activation.kind == ActivationKind::kRelu && !norm.has_rows(),
-                  "activation: expected relu without rows in a convolution of the cuda backend");
+  PK_CHECK(norm.activation.kind == ActivationKind::kRelu && !norm.has_rows(),
+           "activation: expected relu without rows in a convolution of the cuda backend");
 }
 
 void check_step_is_served(const Gradient& gradient) {
-  STD_TORCH_CHECK(!gradient.step.has_value() || !gradient.step->has_rows(),
-                  "step: expected no rows in a convolution of the cuda backend");
+  PK_CHECK(!gradient.step.has_value() || !gradient.step->has_rows(),
+           "step_sums: expected no rows in a convolution of the cuda backend");
 }
 
 int64_t bytes_of(const Activation& size, ScalarType dtype) {
@@ -97,28 +97,31 @@ int64_t bytes_of(const Activation& size, ScalarType dtype) {
 
 }  // namespace
 
-void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
+void check_conv_is_served(const char* name, const ConvSizes& conv, const ConvDtypes& dtypes,
                           const Tensor& conv_weight) {
   const auto is_operand = [&](ScalarType dtype) {
     return dtype == dtypes.products || dtype == ScalarType::Float;
   };
-  STD_TORCH_CHECK(is_operand(dtypes.x) && is_operand(conv_weight.scalar_type()),
-                  "conv_weight: expected the dtype of x, or float32 in one of the two");
-  STD_TORCH_CHECK(is_operand(dtypes.y), "residual, dy: expected the dtype of the convolution, ",
-                  "or float32");
-  STD_TORCH_CHECK(dtypes.x == dtypes.products || dtypes.y == dtypes.products,
-                  "x: expected the dtype of conv_weight where the output is float32");
-  STD_TORCH_CHECK(conv.stride.h == 1 && conv.stride.w == 1, "stride: expected 1");
+  PK_CHECK(is_served_dtype(dtypes.products), "dtype: expected ", kDtypes);
+  PK_CHECK(is_operand(dtypes.x), "dtype: expected that of x, if x is not float32");
+  PK_CHECK(is_operand(conv_weight.scalar_type()), name,
+           ": expected the dtype of the convolution, or float32");
+  PK_CHECK(is_operand(dtypes.y),
+           "residual, g, step_x: expected the dtype of the convolution, or float32");
+  PK_CHECK(dtypes.x == dtypes.products || dtypes.y == dtypes.products,
+           "x: expected the dtype of the convolution, if the output is float32");
+  PK_CHECK(conv.stride.h == 1 && conv.stride.w == 1, "stride: expected 1");
   const char* why = refusal(conv, dtypes.products);
-  STD_TORCH_CHECK(why == nullptr, "conv_weight: ", why ? why : "");
+  PK_CHECK(why == nullptr, name, ": ", why ? why : "");
   constexpr int64_t kMostPixels = int64_t(1) << 30;
-  STD_TORCH_CHECK(conv.pixels() <= kMostPixels, "x: expected at most ", kMostPixels,
-                  " pixels, got ", conv.pixels());
+  PK_CHECK(conv.pixels() <= kMostPixels, "x: expected at most ", kMostPixels, " pixels, got ",
+           conv.pixels());
 }
 
 // Whether the kernels serve this weight on its device, for stride 1, one group and padding of half
 // the kernel; with a float32 stream, mixed with float32 x or float32 y.
 bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
+  check_tensor("conv_weight", conv_weight);
   if (conv_weight.dim() != 4) return false;
   const auto size = conv_weight.sizes();
   const ConvSizes conv{1, 1, 1, size[1], size[0], size[2], size[3]};
@@ -137,7 +140,7 @@ bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
 
 void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
                                   const Epilogue& epilogue, const Output& output) {
-  STD_TORCH_CHECK(!epilogue.conv_bias.has_value(), "conv_bias: expected none on the cuda backend");
+  PK_CHECK(!epilogue.conv_bias.has_value(), "conv_bias: expected none on the cuda backend");
   check_norm_is_served(inputs.norm);
   const ConvSizes& conv = unit.conv;
   Workspace& workspace = *unit.workspace;

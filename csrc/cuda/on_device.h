@@ -17,7 +17,7 @@ class OnDeviceOf {
 #else
   explicit OnDeviceOf(const Tensor& x) : guard_(x.get_device_index()) {
     void* current = nullptr;
-    STD_TORCH_CHECK(
+    PK_CHECK(
         aoti_torch_get_current_cuda_stream(x.get_device_index(), &current) == AOTI_TORCH_SUCCESS,
         "no current stream of CUDA device ", x.get_device_index());
     stream = static_cast<cudaStream_t>(current);
@@ -36,8 +36,7 @@ template <class Body>
 auto for_dtype(ScalarType dtype, const Body& body) {
   if (dtype == ScalarType::Float) return body(float{});
   if (dtype == ScalarType::Half) return body(Half{});
-  STD_TORCH_CHECK(dtype == ScalarType::BFloat16,
-                  "x: expected dtype float32, bfloat16 or float16 on the cuda backend");
+  PK_CHECK(dtype == ScalarType::BFloat16, "x: expected dtype ", kDtypes);
   return body(BFloat16{});
 }
 template <class Body>
@@ -63,7 +62,7 @@ inline AffineStepPointers pointers(const AffineStep& step) {
 
 // Bytes that torch's caching allocator reuses in the order of the stream.
 inline Tensor empty_bytes(const Tensor& like, int64_t count) {
-  return torch::stable::empty({&count, 1}, ScalarType::Byte, std::nullopt, like.device());
+  return new_tensor(like, {count}, ScalarType::Byte);
 }
 
 // `GridSums` and the tensor that owns the memory, which may be freed after the launch.

@@ -20,28 +20,32 @@ struct BlockRun {
 
   Norm norm(size_t i, const Tensor& mean, const Tensor& var) const {
     const Norm norm{mean, var, bn_weights[i], bn_biases[i], eps[i]};
-    STD_TORCH_CHECK(!norm.has_rows(), "means, bn_weights: expected [C] in a run of blocks");
+    PK_CHECK(!norm.has_rows(), "means, variances, bn_weights, bn_biases: expected tensors [C]");
     return norm;
   }
 
-  // The unit at place i. `stream` is the dtype of the inputs and outputs of blocks.
+  // The unit at place i. `stream` is the dtype of the inputs and outputs of blocks, which have as
+  // many channels as `like`.
   Unit unit(size_t i, const Tensor& weight, const Activation& size, ScalarType stream,
-            const Tensor& like) const {
+            const Tensor& like, const char* name = kRunNames.conv_weight) const {
     const ConvDtypes dtypes{dtype, starts_block(i) ? stream : dtype,
                             ends_block(i) ? stream : dtype};
-    return {check_conv(size, weight, {}, dtypes, like), dtypes, i};
+    const ConvSizes conv = check_conv(size, weight, {}, dtypes, like, name);
+    PK_CHECK(!ends_block(i) || conv.out_channels == like.sizes()[1], name, ": expected ",
+             like.sizes()[1], " channels after the last unit of a block, got ", conv.out_channels);
+    return {conv, dtypes, i};
   }
 };
 
 inline void check_count(const char* name, const std::vector<Tensor>& tensors, size_t expected) {
-  STD_TORCH_CHECK(tensors.size() == expected, name, ": expected ", expected, " tensors, got ",
-                  tensors.size());
+  PK_CHECK(tensors.size() == expected, name, ": expected ", expected, " tensors, got ",
+           tensors.size());
 }
 
 inline void check_run(const BlockRun& run) {
-  STD_TORCH_CHECK(
-      run.units_per_block > 0 && run.units() > 0 && run.units() % run.units_per_block == 0,
-      "eps: expected whole blocks of ", run.units_per_block, " units, got ", run.units());
+  PK_CHECK(run.units_per_block > 0 && run.units() > 0 && run.units() % run.units_per_block == 0,
+           "units_per_block: expected a divisor of ", run.units(), " units, got ",
+           static_cast<int64_t>(run.units_per_block));
   check_count("bn_weights", run.bn_weights, run.units());
   check_count("bn_biases", run.bn_biases, run.units());
   check_count("conv_weights", run.conv_weights, run.units());
@@ -86,7 +90,8 @@ inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, boo
     norm.moments = statistics.moments;
     const Epilogue epilogue{std::nullopt,
                             run.ends_block(i) ? std::optional(shortcut) : std::nullopt};
-    h = unit_forward(units[i], {h, norm, run.conv_weights[i]}, epilogue, results.of_outputs[i]);
+    h = unit_forward(units[i], {h, norm, run.conv_weights[i]}, epilogue, results.of_outputs[i],
+                     kRunNames);
     statistics = results.of_outputs[i];
   }
   results.finish();
@@ -115,22 +120,28 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   const size_t blocks = run.units() / run.units_per_block;
   const bool rebuilds = given.y.has_value();
   size_t left = run.units() - (rebuilds ? blocks : 0);  // of `inputs`
-  STD_TORCH_CHECK(left > 0, "y: expected none beside blocks of one unit");
+  PK_CHECK(left > 0, "y: expected none beside blocks of one unit");
   check_count("inputs", inputs, left);
   check_count("negated", given.negated, rebuilds ? blocks : 0);
   check_count("means", run.means, run.units());
   const Tensor dy = gradient.g;
-  const ScalarType stream = gradient.dtype();
   Activation size = check_activation("g", dy);
+  if (gradient.step.has_value()) check_tensor("step_x", gradient.step->x);
+  const ScalarType stream = gradient.dtype();
+  if (rebuilds) {
+    check_sizes("y", *given.y, size, dy);
+    PK_CHECK(given.y->scalar_type() == stream, "y: expected the dtype of g or step_x");
+  }
   std::vector<Tensor> weights = run.conv_weights;
   weights.insert(weights.end(), given.negated.begin(), given.negated.end());
   std::vector<Unit> units;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool is_negated = i >= run.units();
     const size_t place = is_negated ? (i - run.units() + 1) * run.units_per_block - 1 : i;
-    STD_TORCH_CHECK(weights[i].dim() == 4, "conv_weight: expected 4 dimensions [K, C, R, S]");
-    size.channels = weights[i].sizes()[1];
-    units.push_back(run.unit(place, weights[i], size, stream, dy));
+    const char* name = is_negated ? "negated" : kRunNames.conv_weight;
+    if (is_negated) size.channels = units[place].conv.in_channels;
+    units.push_back(run.unit(place, weights[i], size, stream, dy, name));
+    size.channels = units[i].conv.out_channels;
     units[i].weight = i;
   }
   const std::vector<Wanted> wanted(run.units(), {true, true, false});
@@ -146,13 +157,13 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
     if (ends_block && rebuilds) {  // x is the output of this block
       const size_t negated = run.units() + i / run.units_per_block;
       x = unit_forward(units[negated], {inputs[left - 1], norm, weights[negated]},
-                       {std::nullopt, x}, no_statistics);
+                       {std::nullopt, x}, no_statistics, kRunNames);
     }
     const Tensor h = starts_block && rebuilds ? x : inputs[--left];
     units[i].is_x_rebuilt = starts_block && rebuilds;
     UnitGradients& unit = results.of_units[i];
     unit.wanted.dy = ends_block && gradient.step.has_value();
-    unit_backward(units[i], gradient, {h, norm, weights[i]}, unit);
+    unit_backward(units[i], gradient, {h, norm, weights[i]}, unit, kRunNames);
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : gradient.g;
     gradient.g = *unit.g;
     gradient.step = {starts_block ? std::optional(block_dy) : std::nullopt,

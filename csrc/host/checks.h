@@ -3,20 +3,20 @@
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
 #include <vector>
 
 #include "../tensor_args.h"
+#include "errors.h"
 
 namespace preact_kernels {
 
-// The device that the library being compiled serves, and the dispatch key of its ops.
+// The device that the library being compiled serves.
 #if defined(USE_CUDA)
-#define PK_DISPATCH_KEY CUDA
 constexpr const char* kDevice = "CUDA";
 constexpr bool kServesPlanes = false;
 inline bool is_served(const Tensor& t) { return t.is_cuda(); }
 #else
-#define PK_DISPATCH_KEY CPU
 constexpr const char* kDevice = "CPU";
 #if defined(PK_CUDA_ON_HOST)
 constexpr bool kServesPlanes = false;
@@ -26,40 +26,97 @@ constexpr bool kServesPlanes = true;
 inline bool is_served(const Tensor& t) { return t.is_cpu(); }
 #endif
 
-// Throws unless the library serves a convolution of these dtypes with this weight. Each library
-// defines it.
-void check_conv_is_served(const ConvSizes& conv, const ConvDtypes& dtypes,
+#if defined(USE_CUDA) || defined(PK_CUDA_ON_HOST)
+constexpr const char* kDtypes = "float32, bfloat16 or float16";
+constexpr bool kServesDouble = false;
+#else
+constexpr const char* kDtypes = "float32, float64, bfloat16 or float16";
+constexpr bool kServesDouble = true;
+#endif
+inline bool is_served_dtype(ScalarType dtype) {
+  return dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half ||
+         (kServesDouble && dtype == ScalarType::Double);
+}
+
+// Throws unless the library serves a convolution of these dtypes with this weight, of this name.
+// Each library defines it.
+void check_conv_is_served(const char* name, const ConvSizes& conv, const ConvDtypes& dtypes,
                           const Tensor& conv_weight);
+
+// Whether a tensor has sizes and strides.
+inline bool is_strided(const Tensor& t) {
+  return t.defined() && t.layout() == torch::headeronly::Layout::Strided;
+}
+
+// Whether torch's stable ABI has the dtype of a tensor; it lacks quantized ones.
+inline bool has_known_dtype(const Tensor& t) {
+  try {
+    return t.scalar_type() != ScalarType::Undefined;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// Checks for a tensor of the device that the library serves, with memory for all of its values.
+inline void check_tensor(const char* name, const Tensor& t) {
+  PK_CHECK(t.defined(), name, ": expected a tensor, got none");
+  PK_CHECK(is_served(t), name, ": expected a ", kDevice, " tensor");
+  PK_CHECK(is_strided(t), name, ": expected a strided tensor");
+  PK_CHECK(has_known_dtype(t), name, ": expected dtype ", kDtypes);
+  if (t.numel() == 0) return;
+  int64_t last = t.storage_offset(), found = 0;  // elements, bytes
+  for (int64_t axis = 0; axis < t.dim(); ++axis) last += (t.size(axis) - 1) * t.stride(axis);
+  const int64_t needed = (last + 1) * static_cast<int64_t>(t.element_size());
+  PK_CHECK(aoti_torch_get_storage_size(t.get(), &found) == AOTI_TORCH_SUCCESS && found >= needed &&
+               t.const_data_ptr() != nullptr,
+           name, ": expected a storage of ", needed, " bytes or more, got ", found,
+           "; was it freed or resized?");
+}
 
 // Whether [N, C, H, W] is planar: not in NHWC order, where the library serves NCHW too.
 inline bool is_planar(const Tensor& t) {
+  if (!kServesPlanes || !is_strided(t)) return false;
   const auto size = t.sizes();
-  return kServesPlanes && size.size() == 4 && size[1] > 1 && size[2] * size[3] > 1 &&
-         t.strides()[1] != 1;
+  return size.size() == 4 && size[1] > 1 && size[2] * size[3] > 1 && t.strides()[1] != 1;
 }
 
 // Checks that a tensor is [N, C, H, W] with dense NHWC memory, or NCHW if `planar`.
 inline Activation check_activation(const char* name, const Tensor& t, bool planar = false) {
-  STD_TORCH_CHECK(t.dim() == 4, name, ": expected 4 dimensions [N, C, H, W], got ", t.dim());
-  STD_TORCH_CHECK(is_served(t), name, ": expected a ", kDevice, " tensor");
+  check_tensor(name, t);
+  PK_CHECK(t.dim() == 4, name, ": expected 4 dimensions [N, C, H, W], got ", t.dim());
+  PK_CHECK(is_served_dtype(t.scalar_type()), name, ": expected dtype ", kDtypes);
   const auto size = t.sizes();
   const auto stride = t.strides();
   constexpr int kNhwc[] = {1, 3, 2, 0}, kNchw[] = {3, 2, 1, 0};  // the innermost first
   int64_t expected = 1;
   for (const int place : {0, 1, 2, 3}) {
     const int axis = (planar ? kNchw : kNhwc)[place];
-    STD_TORCH_CHECK(size[axis] <= 1 || t.numel() == 0 || stride[axis] == expected, name,
-                    ": expected memory dense in ", planar ? "NCHW" : "NHWC", " order, got stride ",
-                    stride[axis], " on axis ", axis, " where ", expected, " was expected");
+    PK_CHECK(size[axis] <= 1 || t.numel() == 0 || stride[axis] == expected, name,
+             ": expected memory dense in ", planar ? "NCHW" : "NHWC", " order, got stride ",
+             stride[axis], " on axis ", axis, " where ", expected, " was expected");
     expected *= size[axis];
   }
-  STD_TORCH_CHECK(t.numel() > 0, name, ": expected at least one value, got none");
+  PK_CHECK(t.numel() > 0, name, ": expected at least one value, got none");
   return {size[0], size[1], size[2], size[3]};
 }
 
 inline void check_same_device(const char* name, const Tensor& t, const Tensor& like) {
-  STD_TORCH_CHECK(is_served(t) && t.get_device_index() == like.get_device_index(), name,
-                  ": expected a tensor on the device of x");
+  check_tensor(name, t);
+  PK_CHECK(t.get_device_index() == like.get_device_index(), name,
+           ": expected a tensor on the device of x");
+}
+
+// Checks for a tensor of this shape.
+inline void check_shape(const char* name, const Tensor& t,
+                        std::initializer_list<int64_t> expected) {
+  const auto size = t.sizes();
+  if (std::equal(size.begin(), size.end(), expected.begin(), expected.end())) return;
+  const auto text = [](const auto& sizes) {
+    std::ostringstream out;
+    for (const int64_t s : sizes) out << (out.tellp() > 0 ? ", " : "") << s;
+    return "[" + out.str() + "]";
+  };
+  fail(name, ": expected shape ", text(expected), ", got ", text(size));
 }
 
 // Checks an activation of these sizes on the device of `like`.
@@ -67,18 +124,14 @@ inline void check_sizes(const char* name, const Tensor& t, const Activation& siz
                         const Tensor& like, bool planar = false) {
   check_activation(name, t, planar);
   check_same_device(name, t, like);
-  const int64_t expected[] = {size.images, size.channels, size.height, size.width};
-  for (int axis = 0; axis < 4; ++axis) {
-    STD_TORCH_CHECK(t.sizes()[axis] == expected[axis], name, ": expected size ", expected[axis],
-                    " on axis ", axis, ", got ", t.sizes()[axis]);
-  }
+  check_shape(name, t, {size.images, size.channels, size.height, size.width});
 }
 
 // Also the dtype of `like`.
 inline void check_like(const char* name, const Tensor& t, const Activation& size,
                        const Tensor& like, bool planar = false) {
   check_sizes(name, t, size, like, planar);
-  STD_TORCH_CHECK(t.scalar_type() == like.scalar_type(), name, ": expected the dtype of x");
+  PK_CHECK(t.scalar_type() == like.scalar_type(), name, ": expected the dtype of x");
 }
 
 // The dtype of statistics: float64 for float64 activations, float32 for all others.
@@ -86,58 +139,87 @@ inline ScalarType statistics_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Checks for `count` contiguous values in the statistics dtype of `x`.
-inline void check_statistics(const char* name, const Tensor& t, int64_t count, const Tensor& x) {
-  STD_TORCH_CHECK(is_served(t) && t.is_contiguous(), name, ": expected a contiguous ", kDevice,
-                  " tensor");
+// Checks for contiguous memory in the statistics dtype of `x`.
+inline void check_statistics(const char* name, const Tensor& t, const Tensor& x) {
   check_same_device(name, t, x);
-  STD_TORCH_CHECK(t.numel() == count, name, ": expected ", count, " values, got ", t.numel());
-  STD_TORCH_CHECK(t.scalar_type() == statistics_dtype(x.scalar_type()), name,
-                  ": expected the statistics dtype (float32, or float64 with float64)");
+  PK_CHECK(t.is_contiguous(), name, ": expected a contiguous tensor");
+  PK_CHECK(t.scalar_type() == statistics_dtype(x.scalar_type()), name,
+           ": expected the statistics dtype (float32, or float64 with float64)");
 }
 
 // Checks for [C] or [N, C], contiguous, in the statistics dtype of `x`.
 inline void check_table(const char* name, const Tensor& t, const Activation& size,
                         const Tensor& x) {
-  STD_TORCH_CHECK(t.dim() == 1 || (t.dim() == 2 && t.sizes()[0] == size.images), name,
-                  ": expected [C], or [N, C] with a row for each image");
-  check_statistics(name, t, t.dim() == 1 ? size.channels : size.images * size.channels, x);
+  check_statistics(name, t, x);
+  if (t.dim() == 2) return check_shape(name, t, {size.images, size.channels});
+  check_shape(name, t, {size.channels});
 }
 
+// Checks the sums that a caller gives; those of a run of blocks are parts of a vector.
+inline void check_sums(const char* name, const Tensor& sums) {
+  check_tensor(name, sums);
+  PK_CHECK(sums.dim() == 2 || sums.dim() == 3, name, ": expected [2, C] or [2, N, C]");
+}
+
+// Names of arguments in schemas.
+struct NormNames {
+  const char *mean, *var, *weight, *bias;
+};
+struct UnitNames {
+  const char* x;
+  NormNames norm;
+  const char* conv_weight;
+};
+struct GradientNames {
+  const char *g, *x;
+  NormNames norm;
+  const char* sums;
+};
+constexpr UnitNames kUnitNames{"x", {"mean", "var", "bn_weight", "bn_bias"}, "conv_weight"};
+constexpr UnitNames kRunNames{
+    "inputs", {"means", "variances", "bn_weights", "bn_biases"}, "conv_weights"};
+constexpr GradientNames kGradientNames{
+    "g", "step_x", {"step_mean", "step_var", "step_weight", ""}, "step_sums"};
+
 // Checks the norm of `x`.
-inline void check_norm(const Norm& norm, const Activation& size, const Tensor& x) {
-  check_table("mean", norm.mean, size, x);
-  check_table("var", norm.var, size, x);
-  check_table("bn_weight", norm.weight, size, x);
-  if (norm.bias.has_value()) check_table("bn_bias", *norm.bias, size, x);
+inline void check_norm(const Norm& norm, const Activation& size, const Tensor& x,
+                       const NormNames& names = kUnitNames.norm) {
+  check_table(names.mean, norm.mean, size, x);
+  check_table(names.var, norm.var, size, x);
+  check_table(names.weight, norm.weight, size, x);
+  if (norm.bias.has_value()) check_table(names.bias, *norm.bias, size, x);
 }
 
 // Checks the step of a gradient of these sizes, on the device of `like`.
 inline void check_step(const AffineStep& step, const Activation& size, const Tensor& like,
-                       bool planar = false) {
-  check_sizes("step_x", step.x, size, like, planar);
+                       bool planar = false, const GradientNames& names = kGradientNames) {
+  check_sizes(names.x, step.x, size, like, planar);
   if (step.skip.has_value()) check_like("skip", *step.skip, size, step.x, planar);
-  check_norm(step.norm, size, step.x);
-  STD_TORCH_CHECK(step.has_rows() || !step.norm.has_rows(),
-                  "step_sums: expected [2, N, C] for a norm with rows");
-  const int64_t rows = step.has_rows() ? size.images : 1;
-  check_statistics("step_sums", step.sums, 2 * rows * size.channels, step.x);
+  check_norm(step.norm, size, step.x, names.norm);
+  check_statistics(names.sums, step.sums, step.x);
+  if (step.has_rows()) return check_shape(names.sums, step.sums, {2, size.images, size.channels});
+  PK_CHECK(!step.norm.has_rows(), names.sums, ": expected [2, N, C] for a norm with rows");
+  if (step.sums.dim() == 1) return check_shape(names.sums, step.sums, {2 * size.channels});
+  check_shape(names.sums, step.sums, {2, size.channels});
 }
 
 // Checks that the library serves a convolution of activations on the device of `like`.
 inline ConvSizes check_conv(const Activation& size, const Tensor& conv_weight, Stride stride,
-                            const ConvDtypes& dtypes, const Tensor& like) {
-  STD_TORCH_CHECK(conv_weight.dim() == 4, "conv_weight: expected 4 dimensions [K, C, R, S], got ",
-                  conv_weight.dim());
-  check_same_device("conv_weight", conv_weight, like);
+                            const ConvDtypes& dtypes, const Tensor& like,
+                            const char* name = kUnitNames.conv_weight) {
+  check_same_device(name, conv_weight, like);
+  PK_CHECK(conv_weight.dim() == 4, name, ": expected 4 dimensions [K, C, R, S], got ",
+           conv_weight.dim());
   const auto shape = conv_weight.sizes();
-  STD_TORCH_CHECK(shape[1] == size.channels, "conv_weight: expected in_channels ", size.channels,
-                  " to match x, got ", shape[1]);
+  PK_CHECK(shape[1] == size.channels, name, ": expected in_channels ", size.channels,
+           " to match x, got ", shape[1]);
+  PK_CHECK(stride.h > 0 && stride.w > 0, "stride: expected 1 or more, got ", stride.h, " and ",
+           stride.w);
   // A stride longer than the image reads the same pixels.
   stride = {std::min(stride.h, size.height), std::min(stride.w, size.width)};
   const ConvSizes conv{size.images, size.height, size.width, shape[1],
                        shape[0],    shape[2],    shape[3],   stride};
-  check_conv_is_served(conv, dtypes, conv_weight);
+  check_conv_is_served(name, conv, dtypes, conv_weight);
   return conv;
 }
 

@@ -34,7 +34,8 @@ void define_ops(Library& m) {
         ", Tensor[] inputs, float inv_count, Tensor? y, Tensor[] negated) -> Tensor[]");
 }
 
-// Registers their entry points.
+// Registers their entry points. A library does so for every device and layout: the checks refuse a
+// tensor by the name of its argument, which PyTorch's dispatcher would not.
 template <class Library>
 void implement_ops(Library& m) {
   m.impl("bn_stats", TORCH_BOX(&bn_stats));

@@ -17,8 +17,8 @@ inline std::tuple<Tensor, Tensor> bn_stats(const Tensor& x) {
 
 inline std::tuple<Tensor, Tensor> group_stats(const Tensor& x, int64_t groups) {
   const Activation size = check_activation("x", x, is_planar(x));
-  STD_TORCH_CHECK(groups > 0 && size.channels % groups == 0,
-                  "groups: expected a divisor of the channels ", size.channels, ", got ", groups);
+  PK_CHECK(groups > 0 && size.channels % groups == 0, "groups: expected a divisor of the channels ",
+           size.channels, ", got ", groups);
   const Statistics statistics = new_image_statistics(x, size);
   launch_group_stats(size, x, groups, statistics);
   return {statistics.mean, statistics.var};
@@ -66,13 +66,13 @@ inline std::tuple<Tensor, Tensor> norm_act_backward_mask(const Tensor& dy, const
 }
 
 // The whole gradient. If `activated`, g is first multiplied by act'(p).
-inline Tensor whole_gradient(const Gradient& gradient, bool activated) {
-  STD_TORCH_CHECK(gradient.step.has_value(), "step_x: expected a tensor, got none");
+inline Tensor whole_gradient(const Gradient& gradient, bool activated, const GradientNames& names) {
+  PK_CHECK(gradient.step.has_value(), names.x, ": expected a tensor, got none");
   const Tensor& x = gradient.step->x;
   const bool planar = is_planar(x);
-  const Activation size = check_activation("x", x, planar);
-  check_like("g", gradient.g, size, x, planar);
-  check_step(*gradient.step, size, x, planar);
+  const Activation size = check_activation(names.x, x, planar);
+  check_like(names.g, gradient.g, size, x, planar);
+  check_step(*gradient.step, size, x, planar, names);
   const Tensor dx = empty_dense(x, size);
   launch_norm_input_gradient(size, gradient, activated, dx);
   return dx;
@@ -81,11 +81,13 @@ inline Tensor whole_gradient(const Gradient& gradient, bool activated) {
 inline Tensor norm_act_backward_input(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS,
                                       const Tensor& sums, double inv_count) {
   const Norm norm = norm_of(PK_NORM_ARGUMENTS);
-  return whole_gradient({dy, AffineStep{std::nullopt, x, norm, sums, inv_count}}, true);
+  check_sums("sums", sums);
+  return whole_gradient({dy, AffineStep{std::nullopt, x, norm, sums, inv_count}}, true,
+                        {"dy", "x", kUnitNames.norm, "sums"});
 }
 
 inline Tensor norm_input_gradient(PK_GRADIENT_PARAMETERS) {
-  return whole_gradient(gradient_of(PK_GRADIENT_ARGUMENTS), false);
+  return whole_gradient(gradient_of(PK_GRADIENT_ARGUMENTS), false, kGradientNames);
 }
 
 }  // namespace preact_kernels

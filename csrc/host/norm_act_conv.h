@@ -6,24 +6,24 @@
 
 namespace preact_kernels {
 
-inline void check_inputs(const Unit& unit, const UnitInputs& inputs) {
-  check_sizes("x", inputs.x, unit.conv.input(), inputs.x);
-  STD_TORCH_CHECK(inputs.x.scalar_type() == unit.dtypes.x,
-                  "inputs: expected the dtype of the convolutions, or that of g for first units");
-  check_norm(inputs.norm, unit.conv.input(), inputs.x);
+inline void check_inputs(const Unit& unit, const UnitInputs& inputs, const UnitNames& names) {
+  check_sizes(names.x, inputs.x, unit.conv.input(), inputs.x);
+  PK_CHECK(inputs.x.scalar_type() == unit.dtypes.x, names.x,
+           ": expected the dtype of the convolutions, or that of g for first units");
+  check_norm(inputs.norm, unit.conv.input(), inputs.x, names.norm);
 }
 
 inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epilogue& epilogue,
-                           const Statistics& statistics) {
+                           const Statistics& statistics, const UnitNames& names = kUnitNames) {
   const auto& [conv_bias, residual] = epilogue;
-  check_inputs(unit, inputs);
+  check_inputs(unit, inputs, names);
   const Output output{empty_nhwc(inputs.x, unit.conv.output(), unit.dtypes.y), statistics};
   if (residual.has_value()) check_like("residual", *residual, unit.conv.output(), output.y);
   if (conv_bias.has_value()) {
     check_same_device("conv_bias", *conv_bias, inputs.x);
-    STD_TORCH_CHECK(conv_bias->is_contiguous() && conv_bias->numel() == unit.conv.out_channels &&
-                        conv_bias->scalar_type() == inputs.x.scalar_type(),
-                    "conv_bias: expected ", unit.conv.out_channels, " values in the dtype of x");
+    check_shape("conv_bias", *conv_bias, {unit.conv.out_channels});
+    PK_CHECK(conv_bias->is_contiguous() && conv_bias->scalar_type() == inputs.x.scalar_type(),
+             "conv_bias: expected a contiguous tensor in the dtype of x");
   }
   launch_norm_act_conv_forward(unit, inputs, epilogue, output);
   return output.y;
@@ -31,19 +31,19 @@ inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epi
 
 // Fills `gradients`; parameter gradients are allocated. g is in the dtype of products.
 inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
-                          UnitGradients& gradients) {
+                          UnitGradients& gradients, const UnitNames& names = kUnitNames) {
   const Wanted& wanted = gradients.wanted;
   const Tensor& x = inputs.x;
   const Activation y_size = unit.conv.output();
-  check_inputs(unit, inputs);
+  check_inputs(unit, inputs, names);
   check_sizes("g", dy.g, y_size, x);
-  STD_TORCH_CHECK(dy.dtype() == unit.dtypes.y, "g, step_x: expected the dtype of y");
+  PK_CHECK(dy.dtype() == unit.dtypes.y, "g, step_x: expected the dtype of y");
   if (dy.step.has_value()) {
-    STD_TORCH_CHECK(dy.g.scalar_type() == unit.dtypes.products,
-                    "g: expected the dtype of the convolution, with a step");
+    PK_CHECK(dy.g.scalar_type() == unit.dtypes.products,
+             "g: expected the dtype of the convolution, with a step");
     check_step(*dy.step, y_size, x);
   }
-  STD_TORCH_CHECK(dy.step.has_value() || !wanted.dy, "step_x: expected one where dy is wanted");
+  PK_CHECK(dy.step.has_value() || !wanted.dy, "step_x: expected one where dy is wanted");
   gradients.g = wanted.g ? empty_nhwc(x, unit.conv.input(), unit.dtypes.products) : absent(x);
   gradients.dy = wanted.dy ? empty_nhwc(x, y_size, unit.dtypes.y) : absent(x);
   launch_norm_act_conv_backward(unit, dy, inputs, gradients);
@@ -53,7 +53,7 @@ inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs
 inline std::vector<Unit> one_unit(const Tensor& x, const Tensor& conv_weight,
                                   const std::vector<int64_t>& stride, const ConvDtypes& dtypes) {
   const Activation size = check_activation("x", x);  // before memory on its device is written
-  STD_TORCH_CHECK(stride.size() == 2, "stride: expected 2 values, got ", stride.size());
+  PK_CHECK(stride.size() == 2, "stride: expected 2 values, got ", stride.size());
   return {{check_conv(size, conv_weight, {stride[0], stride[1]}, dtypes, x), dtypes, 0}};
 }
 

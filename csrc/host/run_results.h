@@ -15,8 +15,9 @@ inline std::vector<Tensor> parts_of(const Tensor& whole, const std::vector<int64
       torch::stable::detail::from(whole),
       torch::stable::detail::from(torch::headeronly::IntHeaderOnlyArrayRef(sizes)),
       torch::stable::detail::from(kDim)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::split_with_sizes", "", stack.data(), TORCH_ABI_VERSION));
+  PK_CHECK(torch_call_dispatcher("aten::split_with_sizes", "", stack.data(), TORCH_ABI_VERSION) ==
+               TORCH_SUCCESS,
+           "cannot split a tensor");
   return torch::stable::detail::to<std::vector<Tensor>>(stack[0]);
 }
 
@@ -87,9 +88,8 @@ struct RunGradients {
     const Accumulators all = sums_of(*workspace);
     int64_t first = 0;
     for (size_t i = 0; i < wanted.size(); ++i) {
-      UnitGradients unit{
-          wanted[i], wanted[i].weight ? torch::stable::empty_like(conv_weights[i]) : absent(like),
-          parts[i]};
+      UnitGradients unit{wanted[i], wanted[i].weight ? new_like(conv_weights[i]) : absent(like),
+                         parts[i]};
       if (all.words != nullptr) unit.accumulated = {all.words + first, channels[i], all.stride};
       of_units.push_back(unit);
       first += counts[i];

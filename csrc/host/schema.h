@@ -46,7 +46,7 @@ inline ActivationFunction activation_of(const std::string& name, double paramete
     if (name == known) return {static_cast<ActivationKind>(kind), parameter};
     ++kind;
   }
-  STD_TORCH_CHECK(false, "activation: expected a known name, got ", name);
+  fail("activation: expected a known name, got ", name);
 }
 
 inline Norm norm_of(PK_NORM_PARAMETERS) {
@@ -56,12 +56,13 @@ inline Norm norm_of(PK_NORM_PARAMETERS) {
 // A gradient; whole where `step_x` is absent.
 inline Gradient gradient_of(PK_GRADIENT_PARAMETERS) {
   if (!step_x.has_value()) {
-    STD_TORCH_CHECK(!skip.has_value(), "skip: expected none without a step");
+    PK_CHECK(!skip.has_value(), "skip: expected none without a step");
     return {g};
   }
-  STD_TORCH_CHECK(step_mean.has_value() && step_var.has_value() && step_weight.has_value() &&
-                      step_sums.has_value(),
-                  "step: expected mean, var, weight and sums with x");
+  PK_CHECK(step_mean.has_value() && step_var.has_value() && step_weight.has_value() &&
+               step_sums.has_value(),
+           "step_mean, step_var, step_weight, step_sums: expected tensors with step_x");
+  check_sums("step_sums", *step_sums);
   const Norm norm{*step_mean, *step_var, *step_weight, std::nullopt, step_eps};
   return {g, AffineStep{skip, *step_x, norm, *step_sums, step_inv_count}};
 }

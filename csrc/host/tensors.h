@@ -3,14 +3,14 @@
 
 #include "checks.h"
 
+// Since torch 2.12; null before.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
 namespace preact_kernels {
 
 template <class T>
 const T* data(const Tensor& t) {
-  const void* values = t.const_data_ptr();
-  // FSDP frees weights.
-  STD_TORCH_CHECK(values != nullptr || t.numel() == 0, "the storage of a tensor was freed");
-  return static_cast<const T*>(values);
+  return static_cast<const T*>(t.const_data_ptr());
 }
 template <class T>
 const T* data(const std::optional<Tensor>& t) {
@@ -21,6 +21,31 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
+// Calls allocate(), and says what it lacked where it fails: its own message names a function of
+// torch.
+template <class Allocate>
+Tensor allocated(const Allocate& allocate) {
+  try {
+    return allocate();
+  } catch (const std::exception&) {
+    const auto reason = torch_exception_get_what_without_backtrace;
+    fail(kDevice, " out of memory. ", reason == nullptr ? "" : reason());
+  }
+}
+
+// A tensor without values on the device of `like`.
+inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype,
+                         std::optional<torch::headeronly::MemoryFormat> format = std::nullopt) {
+  return allocated([&] {
+    return torch::stable::empty({sizes.begin(), sizes.size()}, dtype, std::nullopt, like.device(),
+                                std::nullopt, format);
+  });
+}
+
+inline Tensor new_like(const Tensor& t) {
+  return allocated([&] { return torch::stable::empty_like(t); });
+}
+
 // An activation without values. Each library defines it.
 Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype);
 inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
@@ -29,37 +54,29 @@ inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
 
 // An activation in the order of `like`.
 inline Tensor empty_dense(const Tensor& like, const Activation& size) {
-  return is_planar(like) ? torch::stable::empty_like(like) : empty_nhwc(like, size);
+  return is_planar(like) ? new_like(like) : empty_nhwc(like, size);
 }
 
 inline Tensor empty_statistics(const Tensor& like, int64_t count) {
-  return torch::stable::empty({&count, 1}, statistics_dtype(like.scalar_type()), std::nullopt,
-                              like.device());
+  return new_tensor(like, {count}, statistics_dtype(like.scalar_type()));
 }
 
 // Sums [2, C], or [2, N, C] where the norm has rows.
 inline Tensor empty_sums(const Tensor& like, const Activation& size, bool has_rows) {
-  const int64_t rows[] = {2, size.images, size.channels}, one_row[] = {2, size.channels};
-  const auto dtype = statistics_dtype(like.scalar_type());
-  if (has_rows) return torch::stable::empty({rows, 3}, dtype, std::nullopt, like.device());
-  return torch::stable::empty({one_row, 2}, dtype, std::nullopt, like.device());
+  const ScalarType dtype = statistics_dtype(like.scalar_type());
+  if (has_rows) return new_tensor(like, {2, size.images, size.channels}, dtype);
+  return new_tensor(like, {2, size.channels}, dtype);
 }
 
 // Statistics of each image, [N, C].
 inline Statistics new_image_statistics(const Tensor& like, const Activation& size) {
-  const int64_t sizes[] = {size.images, size.channels};
-  const auto dtype = statistics_dtype(like.scalar_type());
-  const auto table = [&] {
-    return torch::stable::empty({sizes, 2}, dtype, std::nullopt, like.device());
-  };
+  const ScalarType dtype = statistics_dtype(like.scalar_type());
+  const auto table = [&] { return new_tensor(like, {size.images, size.channels}, dtype); };
   return {table(), table(), true};
 }
 
 // A tensor without values, for an output that is not wanted.
-inline Tensor absent(const Tensor& like) {
-  const int64_t none = 0;
-  return torch::stable::empty({&none, 1}, like.scalar_type(), std::nullopt, like.device());
-}
+inline Tensor absent(const Tensor& like) { return new_tensor(like, {0}, like.scalar_type()); }
 
 inline Statistics new_statistics(const Tensor& like, bool are_wanted, int64_t channels) {
   const int64_t count = are_wanted ? channels : 0;

@@ -7,6 +7,7 @@ what they hold on chip.
 import ctypes
 import functools
 import re
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,6 +99,33 @@ class CUDAKernels(NativeKernels):
         return found._replace(dy=whole if wanted.dy else None)
 
 
+class LibraryOps:
+    """The ops of the library; where memory runs out they raise what PyTorch raises.
+
+    A library built for every version of PyTorch can raise no error but `RuntimeError`.
+
+    Args:
+        ops: a namespace of `torch.ops`.
+    """
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self._ops, name).default
+
+        def call(*args: Any) -> Any:
+            try:
+                return op(*args)
+            except RuntimeError as error:
+                if str(error).startswith("CUDA out of memory"):
+                    raise torch.OutOfMemoryError(str(error)) from None
+                raise
+
+        setattr(self, name, types.SimpleNamespace(default=call))  # once for each op
+        return getattr(self, name)
+
+
 @functools.cache
 def _fits_shared_memory(
     ops: Any,
@@ -182,4 +210,4 @@ def architecture_refusal(device: torch.device) -> str:
 @functools.cache
 def kernels() -> CUDAKernels:
     """The backend's functions; the library must be available."""
-    return CUDAKernels(torch.ops.preact_kernels_cuda)
+    return CUDAKernels(LibraryOps(torch.ops.preact_kernels_cuda))

@@ -6,6 +6,7 @@ Without a GPU they run on the host (`tests/kernels/cuda_on_host/`), by the same 
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -126,8 +127,26 @@ def test_what_the_kernels_cannot_read_is_refused():
         kernels().bn_stats(given.x.contiguous())
     with pytest.raises(RuntimeError, match="branch: expected the dtype of x"):
         kernels().residual_add_forward(given.x, given.x.half(), False)
-    with pytest.raises(RuntimeError, match="mean: expected 16 values, got 8"):
+    with pytest.raises(RuntimeError, match=r"mean: expected shape \[16\], got \[8\]"):
         kernels().norm_act_forward(given.x, given.norm._replace(mean=given.norm.mean[:8]))
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", torch.OutOfMemoryError),
+        ("x: expected a CUDA tensor", RuntimeError),
+    ],
+)
+def test_an_op_that_runs_out_of_memory_raises_the_error_of_pytorch(message, expected):
+    def op(x):
+        raise RuntimeError(message)
+
+    ops = cuda.LibraryOps(types.SimpleNamespace(op=types.SimpleNamespace(default=op)))
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            ops.op.default(1)
+        assert type(raised.value) is expected and str(raised.value) == message
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):
