@@ -77,8 +77,7 @@ def check_conv(
     return check(fused, plain, inputs, frozen=frozen)
 
 
-# Where a tap lies outside of the image these multiply by zero instead of leaving it out, as some
-# algorithms of cuDNN do.
+# Where a tap lies outside of the image these multiply by zero instead of leaving it out.
 _MULTIPLIES_THE_PADDING = ("triton",)
 
 

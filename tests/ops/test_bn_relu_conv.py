@@ -7,11 +7,14 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 import preact_kernels as pk
 from preact_kernels import torch_compat
 from preact_kernels.kernels import cpu, pytorch_conv
 from preact_kernels.kernels.contract import Conv, Unit
+from preact_kernels.ops import dispatch
 from tests.cases import (
     CONV_CASES,
     INF,
@@ -348,6 +351,49 @@ def test_an_infinite_gradient_stays_inside_the_image(stride, corner, backend):
     dy = torch.randn(3, 32, math.ceil(6 / stride), math.ceil(5 / stride))
     dy[1, 7, corner, corner] = INF
     assert_finite_as_in_eager(conv_inputs(case), dy, training=True, **case.conv)
+
+
+def not_finite(conv_weight, dy, padding):
+    """Which results are not finite if a tap outside of the image adds nothing."""
+    bad_weight, bad_dy = (1.0 - t.isfinite().double() for t in (conv_weight, dy))
+    x = dy.new_ones((len(dy), conv_weight.shape[1], *dy.shape[2:]), dtype=torch.float64)
+    both = ((bad_weight, torch.ones_like(bad_dy)), (torch.ones_like(bad_weight), bad_dy))
+    return {
+        "y": F.conv2d(x, bad_weight, padding=padding) > 0,
+        "dx": sum(conv2d_input(x.shape, *pair, padding=padding) for pair in both) > 0,
+        "dconv_weight": conv2d_weight(x, bad_weight.shape, bad_dy, padding=padding) > 0,
+    }
+
+
+# 256 channels: weight-stationary convolutions of the CPU library. One row, one column: taps on the
+# sides read nothing but the padding.
+@pytest.mark.backends("cpu", "triton", "cuda")
+@pytest.mark.parametrize("where", ["conv_weight", "dy"])
+@pytest.mark.parametrize("shape", [(16, 3, 1), (16, 1, 3), (16, 6, 5), (256, 3, 3)], ids=str)
+def test_which_results_are_not_finite_for_taps_outside_of_the_image(shape, where, dtype):
+    """The CPU library leaves them out; GPU backends may multiply weights by zeros there."""
+    channels, height, width = shape
+    if dtype == torch.float64 or (channels > 64 and dispatch.current() != "cpu"):
+        pytest.skip("PyTorch's convolution")
+    case = ConvCase("padded", (2, *shape), channels, padding=1)
+    inputs = conv_inputs(case, dtype)
+    inputs["bn_bias"] = torch.full_like(inputs["bn_bias"], 100.0)  # ReLU passes all values
+    dy = torch.randn(2, channels, height, width).to(dtype)
+    if where == "dy":
+        dy[1, 3, -1, -1] = NAN
+    else:
+        inputs["conv_weight"][3, 5, 1, 0] = NAN
+        inputs["conv_weight"][7, 2, 0, 1] = INF
+    found = evaluate(partial(pk.bn_relu_conv2d, training=False, **case.conv), inputs, dy)
+    least = not_finite(inputs["conv_weight"], dy, 1)
+    most = dict(least)
+    if dispatch.current() != "cpu":
+        bad = ~inputs["conv_weight"].isfinite().flatten(2).all(2)
+        most["y"] = least["y"] | bad.any(1)[:, None, None]
+        most["dx"] = least["dx"] | bad.any(0)[:, None, None]
+    for name in least:
+        is_bad = ~found[name].isfinite()
+        assert (is_bad >= least[name]).all() and (is_bad <= most[name]).all(), name
 
 
 @pytest.mark.backends("cpu", "triton", "cuda")
