@@ -63,9 +63,12 @@ inline void check_tensor(const char* name, const Tensor& t) {
   PK_CHECK(is_served(t), name, ": expected a ", kDevice, " tensor");
   PK_CHECK(is_strided(t), name, ": expected a strided tensor");
   PK_CHECK(has_known_dtype(t), name, ": expected dtype ", kDtypes);
-  if (t.numel() == 0) return;
+  const auto size = t.sizes(), stride = t.strides();
   int64_t last = t.storage_offset(), found = 0;  // elements, bytes
-  for (int64_t axis = 0; axis < t.dim(); ++axis) last += (t.size(axis) - 1) * t.stride(axis);
+  for (size_t axis = 0; axis < size.size(); ++axis) {
+    if (size[axis] == 0) return;
+    last += (size[axis] - 1) * stride[axis];
+  }
   const int64_t needed = (last + 1) * static_cast<int64_t>(t.element_size());
   PK_CHECK(aoti_torch_get_storage_size(t.get(), &found) == AOTI_TORCH_SUCCESS && found >= needed &&
                t.const_data_ptr() != nullptr,
@@ -100,8 +103,8 @@ inline Activation check_activation(const char* name, const Tensor& t, bool plana
   return {size[0], size[1], size[2], size[3]};
 }
 
+// For a tensor that has passed check_tensor.
 inline void check_same_device(const char* name, const Tensor& t, const Tensor& like) {
-  check_tensor(name, t);
   PK_CHECK(t.get_device_index() == like.get_device_index(), name,
            ": expected a tensor on the device of x");
 }
@@ -141,6 +144,7 @@ inline ScalarType statistics_dtype(ScalarType dtype) {
 
 // Checks for contiguous memory in the statistics dtype of `x`.
 inline void check_statistics(const char* name, const Tensor& t, const Tensor& x) {
+  check_tensor(name, t);
   check_same_device(name, t, x);
   PK_CHECK(t.is_contiguous(), name, ": expected a contiguous tensor");
   PK_CHECK(t.scalar_type() == statistics_dtype(x.scalar_type()), name,
@@ -207,6 +211,7 @@ inline void check_step(const AffineStep& step, const Activation& size, const Ten
 inline ConvSizes check_conv(const Activation& size, const Tensor& conv_weight, Stride stride,
                             const ConvDtypes& dtypes, const Tensor& like,
                             const char* name = kUnitNames.conv_weight) {
+  check_tensor(name, conv_weight);
   check_same_device(name, conv_weight, like);
   PK_CHECK(conv_weight.dim() == 4, name, ": expected 4 dimensions [K, C, R, S], got ",
            conv_weight.dim());

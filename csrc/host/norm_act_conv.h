@@ -20,6 +20,7 @@ inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epi
   const Output output{empty_nhwc(inputs.x, unit.conv.output(), unit.dtypes.y), statistics};
   if (residual.has_value()) check_like("residual", *residual, unit.conv.output(), output.y);
   if (conv_bias.has_value()) {
+    check_tensor("conv_bias", *conv_bias);
     check_same_device("conv_bias", *conv_bias, inputs.x);
     check_shape("conv_bias", *conv_bias, {unit.conv.out_channels});
     PK_CHECK(conv_bias->is_contiguous() && conv_bias->scalar_type() == inputs.x.scalar_type(),
