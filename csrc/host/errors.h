@@ -1,5 +1,5 @@
 // Errors of native ops: messages for users, without names of source files. In Python they are
-// RuntimeErrors. Programs that retry with smaller batches look for " out of memory. ".
+// RuntimeErrors. Programs that retry with smaller batches look for " out of memory.".
 #pragma once
 
 #include <sstream>

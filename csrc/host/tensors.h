@@ -21,15 +21,16 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// Calls allocate(), and says what it lacked where it fails: its own message names a function of
-// torch.
+// Calls allocate(), which PyTorch does. Where it fails, passes on PyTorch's message, if that is to
+// be had: the exception names a function of torch.
 template <class Allocate>
 Tensor allocated(const Allocate& allocate) {
   try {
     return allocate();
   } catch (const std::exception&) {
     const auto reason = torch_exception_get_what_without_backtrace;
-    fail(kDevice, " out of memory. ", reason == nullptr ? "" : reason());
+    if (reason != nullptr) fail(reason());
+    fail(kDevice, " out of memory. If there was memory, PyTorch has printed what failed.");
   }
 }
 
