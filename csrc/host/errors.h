@@ -17,8 +17,7 @@ template <class... Parts>
 }  // namespace preact_kernels
 
 // Throws an error of these parts unless `condition` holds.
-#define PK_CHECK(condition, ...)         \
-  do {                                   \
-    if (!(condition)) [[unlikely]]       \
-      preact_kernels::fail(__VA_ARGS__); \
+#define PK_CHECK(condition, ...)                         \
+  do {                                                   \
+    if (!(condition)) preact_kernels::fail(__VA_ARGS__); \
   } while (false)
