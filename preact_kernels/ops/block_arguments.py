@@ -9,7 +9,7 @@ from torch import Tensor
 from preact_kernels.kernels.contract import Conv, Unit
 from preact_kernels.ops import checks
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.unit import ConvArguments, Passed
+from preact_kernels.ops.unit import ConvArguments
 
 
 class BlockArguments(NamedTuple):
@@ -72,7 +72,7 @@ class CheckedBlock(NamedTuple):
     shapes: list[Sequence[int]]
 
 
-_passed = Passed()
+_passed = checks.Passed()
 
 
 def first_recorded(blocks: Sequence[BlockArguments], x: Tensor) -> tuple[int, int]:
@@ -118,7 +118,7 @@ def checked_block(
 
 
 def _read(arguments: BlockArguments) -> list[Any]:
-    """What `_check` reads of arguments; less than `described` gives, for speed.
+    """What `_check` reads of arguments; less than `checks.described` gives, for speed.
 
     Raises:
         TypeError: a batch norm has a process group, which no key keeps; or what `described` raises.

@@ -1,7 +1,7 @@
 """Argument checks: each names the argument, what was expected and what was given."""
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,31 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """Checks for a floating point tensor."""
+    """Checks for a strided floating point tensor, all of whose elements have memory."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        layout = str(value.layout).removeprefix("torch.")
+        raise TypeError(f"{name}: expected a strided tensor, got layout {layout}")
     if value.dtype not in FLOATS:
         raise TypeError(
             f"{name}: expected dtype float32, float64, bfloat16 or float16, "
             f"got {dtype_name(value.dtype)}"
         )
+    if not torch.compiler.is_compiling():
+        _check_storage(name, value)
+
+
+def _check_storage(name: str, value: Tensor) -> None:
+    """Checks that a storage was neither freed nor cut, as FSDP and offloading do."""
+    if value.numel() == 0:
+        return
+    elements = value.storage_offset() + 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        elements += (size - 1) * stride
+    expected, given = elements * value.element_size(), value.untyped_storage().nbytes()
+    if given < expected:
+        raise ValueError(f"{name}: expected a storage of {expected} bytes, got {given}")
 
 
 _AXES = {3: "[N, C, L]", 4: "[N, C, H, W]", 5: "[N, C, D, H, W]"}
@@ -182,6 +199,8 @@ def geometry(
         padding = _named_padding(padding, stride, extents)
     else:
         padding = pair("padding", padding, minimum=0, axes=axes)
+        if max(padding) >= 2**31:
+            raise ValueError(f"padding: expected less than 2**31, got {padding}")
     return None if padding is None else Conv(stride, padding, dilation, groups)
 
 
@@ -257,3 +276,45 @@ def check_residual(residual: Any, name: str, shape: Sequence[int], like: Tensor)
         raise ValueError(
             f"{name}: expected shape {list(shape)} to match the output, got {list(residual.shape)}"
         )
+
+
+class Passed(dict):
+    """Results of checks by what they read (`described`): what has passed is not checked again."""
+
+    MOST = 4096  # a program with new shapes at every call must not fill the memory
+
+    def add(self, key, result):
+        """Keeps `result`, and returns it."""
+        if len(self) >= self.MOST:
+            self.clear()
+        self[key] = result
+        return result
+
+
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
+
+def described(values: Iterable) -> list:
+    """What checks read of arguments: metadata of tensors, types and values of plain numbers.
+
+    Raises:
+        TypeError: an argument is none of these. No key keeps such an object, a process group say,
+            or relies on its equality.
+        RuntimeError: a tensor has no strides.
+    """
+    parts: list = []
+    for v in values:
+        kind = type(v)
+        if kind in _PLAIN:
+            parts += (kind, v)
+        elif isinstance(v, Tensor):
+            memory = v.storage_offset(), v.untyped_storage().nbytes()
+            parts += (v.shape, v.stride(), v.dtype, v.device, memory)
+        elif kind is tuple:
+            kinds = tuple(map(type, v))
+            if not _PLAIN.issuperset(kinds):
+                raise TypeError
+            parts += (kinds, v)
+        else:
+            raise TypeError
+    return parts

@@ -184,23 +184,29 @@ def use_backend(name: str) -> Iterator[None]:
         _current = previous
 
 
-def _refusal(backend: Backend, device_type: str, dtype: torch.dtype) -> str | None:
+def _refusal(
+    backend: Backend, device_type: str, dtype: torch.dtype, of: tuple[str, str] = ("x", "x")
+) -> str | None:
+    """Why a backend does not serve a device and a dtype, the arguments named `of`."""
     if backend.device_types and device_type not in backend.device_types:
-        return f"x: expected a tensor on {' or '.join(backend.device_types)}, got {device_type}"
+        served = " or ".join(backend.device_types)
+        return f"{of[0]}: expected a tensor on {served}, got {device_type}"
     if dtype not in backend.dtypes:
         names = ", ".join(map(checks.dtype_name, backend.dtypes))
-        return f"x: expected dtype {names}, got {checks.dtype_name(dtype)}"
+        return f"{of[1]}: expected dtype {names}, got {checks.dtype_name(dtype)}"
     return None
 
 
-def _serving(name: str, device_type: str, dtype: torch.dtype) -> Backend:
+def _serving(
+    name: str, device_type: str, dtype: torch.dtype, of: tuple[str, str] = ("x", "x")
+) -> Backend:
     """The row of the table that serves `name` ("auto" or a backend's), a device and a dtype.
 
     Raises:
         BackendError: the backend that was named cannot serve the device or the dtype.
     """
     if name != "auto":
-        refusal = _refusal(_by_name[name], device_type, dtype)
+        refusal = _refusal(_by_name[name], device_type, dtype, of)
         if refusal:
             raise BackendError(f"backend {name!r} cannot serve this call: {refusal}")
         return _by_name[name]
@@ -328,9 +334,15 @@ def backend_for(
     checks.check_tensor("conv_weight", conv_weight)
     checks.check_conv_weight(conv_weight, groups)
     conv = checks.geometry(conv_weight.shape[2:], stride, padding, dilation, groups)
-    device = torch.device(device or conv_weight.device)
-    dtype = dtype or conv_weight.dtype
-    backend = _serving(_current, device.type, dtype)
+    try:
+        device = torch.device(conv_weight.device if device is None else device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: expected a device, got {device!r}") from None
+    dtype = conv_weight.dtype if dtype is None else dtype
+    if dtype not in checks.FLOATS:
+        names = ", ".join(map(checks.dtype_name, checks.FLOATS))
+        raise TypeError(f"dtype: expected {names} or None, got {dtype!r}")
+    backend = _serving(_current, device.type, dtype, ("device", "dtype"))
     is_fused = False
     if conv is not None:
         dtypes = dtype, dtype, dtype, dtype

@@ -1,6 +1,5 @@
 """The arguments of a unit, and the `Unit` that they make once they are checked."""
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -47,47 +46,6 @@ def _padded(value: Any, first: int) -> Any:
     return (first, *values)
 
 
-class Passed(dict):
-    """Results of checks by what they read (`described`): what has passed is not checked again."""
-
-    MOST = 4096  # a program with new shapes at every call must not fill the memory
-
-    def add(self, key, result):
-        """Keeps `result`, and returns it."""
-        if len(self) >= self.MOST:
-            self.clear()
-        self[key] = result
-        return result
-
-
-_PLAIN = frozenset((int, float, bool, str, type(None)))
-
-
-def described(values: Iterable) -> list:
-    """What checks read of arguments: metadata of tensors, types and values of plain numbers.
-
-    Raises:
-        TypeError: an argument is none of these. No key keeps such an object, a process group say,
-            or relies on its equality.
-        RuntimeError: a tensor has no strides.
-    """
-    parts: list = []
-    for v in values:
-        kind = type(v)
-        if kind in _PLAIN:
-            parts += (kind, v)
-        elif isinstance(v, Tensor):
-            parts += (v.shape, v.stride(), v.dtype, v.device)
-        elif kind is tuple:
-            kinds = tuple(map(type, v))
-            if not _PLAIN.issuperset(kinds):
-                raise TypeError
-            parts += (kinds, v)
-        else:
-            raise TypeError
-    return parts
-
-
 class CheckedUnit(NamedTuple):
     """A unit, the dtype of its products, and the memory format of its result."""
 
@@ -96,7 +54,7 @@ class CheckedUnit(NamedTuple):
     channels_last: bool
 
 
-_passed = Passed()
+_passed = checks.Passed()
 
 
 def checked_unit(
@@ -124,7 +82,7 @@ def checked_unit(
     if not torch.compiler.is_compiling():
         try:
             values = x, residual, *norm, *activation, *conv, *scale_shift, prefix
-            key = (type(norm), *described(values), is_autocast(x) and compute_dtype(x))
+            key = (type(norm), *checks.described(values), is_autocast(x) and compute_dtype(x))
             found = _passed.get(key)
         except (AttributeError, TypeError, RuntimeError):  # x is no tensor; symbolic sizes
             key = None

@@ -276,6 +276,13 @@ def test_backend_for_takes_a_dtype_and_a_device():
         ([16, 16, 1, 1], {}, TypeError, "conv_weight: expected a torch.Tensor, got list"),
         (torch.empty(16, 16, 1, 1), {"groups": 3}, ValueError, "multiple of groups 3"),
         (torch.empty(16, 16, 1, 1), {"padding": -1}, ValueError, "padding: expected at least 0"),
+        (torch.empty(16, 16, 1, 1), {"dtype": torch.uint8}, TypeError, "dtype: expected float32,"),
+        (
+            torch.empty(16, 16, 1, 1),
+            {"device": "gpu"},
+            ValueError,
+            "device: expected a device, got",
+        ),
     ],
 )
 def test_backend_for_names_what_is_wrong(weight, options, error, message):

@@ -22,7 +22,8 @@ from preact_kernels.ops.block_arguments import (
     StageContext,
     checked_block,
 )
-from preact_kernels.ops.unit import ConvArguments, Passed, described
+from preact_kernels.ops.checks import Passed, described
+from preact_kernels.ops.unit import ConvArguments
 from tests.cases import (
     NAN,
     ConvCase,
@@ -71,6 +72,12 @@ def assert_op_refuses(op, arguments, error, message):
     assert_refused(error, message, partial(op, **arguments), buffers)
 
 
+def with_storage(t, count):
+    """`t`, whose storage was cut to `count` bytes."""
+    t.untyped_storage().resize_(count)
+    return t
+
+
 ONE_VALUE = wrong(
     ValueError,
     "x",
@@ -85,6 +92,19 @@ ONE_VALUE = wrong(
     wrong(TypeError, "x", torch.ones(2, 8, 5, 6).long(), f"dtype {FLOATS}, got int64"),
     wrong(ValueError, "x", torch.randn(8, 5, 6), "4 dimensions [N, C, H, W], got shape [8, 5, 6]"),
     wrong(ValueError, "x", torch.ones(2, 0, 5, 6), "at least 1 channel, got shape [2, 0, 5, 6]"),
+    wrong(
+        TypeError, "x", torch.ones(2, 8, 5, 6).to_sparse(), "a strided tensor, got layout sparse"
+    ),
+    wrong(
+        ValueError, "x", with_storage(torch.ones(2, 8, 5, 6), 1919), "a storage of 1920 bytes, go"
+    ),
+    wrong(
+        ValueError, "bn_weight", with_storage(torch.ones(9)[1:], 0), "a storage of 36 bytes, got"
+    ),
+    wrong(ValueError, "running_var", torch.ones(1).expand(8), "elements that share no memory"),
+    wrong(
+        ValueError, "running_var", torch.ones(8, requires_grad=True), "a tensor that requires no"
+    ),
     *(
         wrong(ValueError, n, torch.ones(7), "shape [8] to match the channels of x, got [7]")
         for n in ("bn_weight", "bn_bias", "running_mean", "running_var")
@@ -138,6 +158,10 @@ def test_bn_relu_names_what_is_wrong(change, error, message):
     wrong(ValueError, "running_var", None, "a tensor beside the other running statistic, got"),
     wrong(ValueError, "dilation", (0, 1), "at least 1, got (0, 1)"),
     wrong(ValueError, "padding", -1, "at least 0, got -1"),
+    wrong(ValueError, "padding", (1, 2**31), "less than 2**31, got (1, 2147483648)"),
+    wrong(
+        ValueError, "conv_weight", with_storage(WEIGHT.clone(), 0), "a storage of 3456 bytes, got"
+    ),
     wrong(ValueError, "padding", "full", "'valid', 'same', an int or a pair, got 'full'"),
     wrong(ValueError, "padding", "same", "stride 1 beside 'same', got stride [2, 2]", stride=2),
     wrong(ValueError, "x", torch.ones(2, 8, 3, 30), "a padded height of at least 9", dilation=4),
