@@ -143,7 +143,7 @@ class CPUKernels(NativeKernels):
         if found.g is None:
             return found
         g = torch.zeros_like(x)
-        step_h, step_w = unit.conv.stride
+        step_h, step_w = _steps(unit, x)
         g[:, :, ::step_h, ::step_w] = found.g
         return found._replace(g=g)
 
@@ -184,7 +184,8 @@ class CPUKernels(NativeKernels):
     ) -> None:
         """See `Kernels`."""
         for t in running:
-            if t.dtype != torch.float32 or not t.is_contiguous():
+            # No op takes negative views of what it writes.
+            if t.dtype != torch.float32 or not t.is_contiguous() or t.is_neg():
                 super().running_stats_update(running, batch, momentum)
                 return
         self._ops.running_stats_update.default(running, batch, momentum)
@@ -200,9 +201,15 @@ def _skips_pixels(unit: Unit) -> bool:
     )
 
 
+def _steps(unit: Unit, x: Tensor) -> tuple[int, int]:
+    """The stride; one longer than the image reads the same pixels."""
+    step_h, step_w = unit.conv.stride
+    return min(step_h, x.shape[2]), min(step_w, x.shape[3])
+
+
 def _read_pixels(unit: Unit, inputs: Inputs) -> tuple[Unit, Inputs]:
     """The unit with stride 1 on the pixels that it reads, dense NHWC."""
-    step_h, step_w = unit.conv.stride
+    step_h, step_w = _steps(unit, inputs.x)
     read = inputs.x[:, :, ::step_h, ::step_w].contiguous(memory_format=torch.channels_last)
     return unit._replace(conv=unit.conv._replace(stride=(1, 1))), inputs._replace(x=read)
 
