@@ -9,6 +9,7 @@ A schema takes tensors and numbers, not named tuples: `RegisteredKernels` flatte
 a count is a `Scalar`: for a `float`, Dynamo compiles again for each batch size.
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,6 +33,7 @@ from preact_kernels.kernels.contract import (
     statistics_dtype,
 )
 from preact_kernels.kernels.native import FlatOps, flat_gradient, gradients
+from preact_kernels.ops.op_arguments import check_arguments
 
 _NORM = (
     "Tensor mean, Tensor var, Tensor bn_weight, Tensor bn_bias, float eps, str activation, "
@@ -246,8 +248,10 @@ def register(choose_kernels) -> None:
     """
     fakes = FakeKernels()
     for name, schema in SCHEMAS.items():
+        parameters = re.findall(r"(\w+)(?=, |\) ->)", schema.partition(" ->")[0] + " ->")
 
-        def compute(*arguments, name=name):
+        def compute(*arguments, name=name, parameters=parameters):
+            check_arguments(name, parameters, arguments)
             first = arguments[0]  # running statistics come in lists
             like = first[0] if isinstance(first, list) else first
             return call_with_flat_arguments(choose_kernels(like), name, arguments)

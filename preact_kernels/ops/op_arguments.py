@@ -1,0 +1,158 @@
+"""Checks of the arguments of the registered ops, which compiled programs call.
+
+The arguments of public functions are checked there. What has passed is remembered, as there.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from preact_kernels.kernels.contract import ACTIVATIONS, Conv, statistics_dtype
+from preact_kernels.ops import checks
+
+_passed = checks.Passed()
+
+
+def check_arguments(op: str, names: Sequence[str], arguments: Sequence[Any]) -> None:
+    """Raises the errors that `checks` describes for a registered op.
+
+    Args:
+        op: its name.
+        names: of its parameters.
+        arguments: one for each.
+    """
+    given = dict(zip(names, arguments, strict=True))
+    if op == "running_stats_update":
+        _check_running(**given)
+        return
+    key = None
+    try:
+        values: list[Any] = [op]
+        for value in arguments:
+            if isinstance(value, list):
+                values += (len(value), *value)
+            else:
+                values.append(value)
+        key = tuple(checks.described(values))
+        if key in _passed:
+            return
+    except (AttributeError, TypeError, RuntimeError):  # such as a tensor without strides
+        key = None
+    _check(op, given)
+    if key is not None:
+        _passed.add(key, True)
+
+
+def _check(op: str, given: Mapping[str, Any]) -> None:
+    if "activation" in given and given["activation"] not in ACTIVATIONS:
+        raise ValueError(f"activation: expected a known name, got {given['activation']!r}")
+    if "x" in given:
+        x = given["x"]
+        checks.check_activation("x", x)
+        for name in ("dy", "branch"):
+            if name in given:
+                _check_same(name, given[name], "x", x)
+        for name in ("mean", "var", "bn_weight", "bn_bias"):
+            if name in given:
+                _check_table(name, given[name], "x", x)
+        if "sums" in given:
+            _check_table("sums", given["sums"], "x", x, 2)
+    if op == "group_stats":
+        checks.check_count("groups", given["groups"])
+        if given["x"].numel() == 0:
+            raise ValueError("x: expected at least one value, got none")
+        if given["x"].shape[1] % given["groups"]:
+            raise ValueError(
+                f"groups: expected a divisor of the channels {given['x'].shape[1]} of x, "
+                f"got {given['groups']}"
+            )
+    if "g" in given:
+        _check_gradient(given, op == "norm_input_gradient" or given.get("wants_dy", False))
+    if "conv_weight" in given:
+        _check_conv(given)
+
+
+def _check_running(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
+    """Checks what no key has, such as `requires_grad`, before any is written."""
+    if len(batch) != len(running):
+        raise ValueError(f"batch: expected {len(running)} tensors, got {len(batch)}")
+    for index, (r, b) in enumerate(zip(running, batch, strict=True)):
+        checks.check_tensor(f"running[{index}]", r)
+        if r.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"running[{index}]: expected a tensor that requires no gradient")
+        checks.check_like(f"batch[{index}]", b, "running", r)
+        _check_shape(f"batch[{index}]", b, r.shape)
+        if any(s == 0 and n > 1 for s, n in zip(r.stride(), r.shape, strict=True)):
+            raise ValueError(f"running[{index}]: expected elements that share no memory")
+
+
+def _check_shape(name: str, t: Tensor, *shapes: Sequence[int]) -> None:
+    if t.shape not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name}: expected shape {expected}, got {list(t.shape)}")
+
+
+def _check_same(name: str, t: Any, like_name: str, like: Tensor) -> None:
+    """Checks for the shape, dtype and device of another tensor."""
+    checks.check_like(name, t, like_name, like)
+    _check_shape(name, t, like.shape)
+    _check_dtype(name, t, like.dtype)
+
+
+def _check_dtype(name: str, t: Tensor, dtype: Any) -> None:
+    if t.dtype != dtype:
+        names = map(checks.dtype_name, (dtype, t.dtype))
+        raise TypeError("{}: expected dtype {}, got {}".format(name, *names))
+
+
+def _check_table(name: str, t: Any, x_name: str, x: Tensor, *rows: int) -> None:
+    """Checks for `[*rows, C]` or `[*rows, N, C]` in the statistics dtype of `x`."""
+    checks.check_like(name, t, x_name, x)
+    n, c = x.shape[:2]
+    _check_shape(name, t, (*rows, c), (*rows, n, c))
+    _check_dtype(name, t, statistics_dtype(x.dtype))
+
+
+def _check_gradient(given: Mapping[str, Any], needs_step: bool) -> None:
+    """Checks a gradient, and its step if it has one."""
+    checks.check_activation("g", given["g"])
+    x = given["step_x"]
+    if x is None:
+        if needs_step:
+            raise ValueError("step_x: expected a tensor, got None")
+        if given["skip"] is not None:
+            raise ValueError("skip: expected None without step_x")
+        return
+    checks.check_like("step_x", x, "g", given["g"])
+    _check_shape("step_x", x, given["g"].shape)
+    if given["skip"] is not None:
+        _check_same("skip", given["skip"], "step_x", x)
+    for name in ("step_mean", "step_var", "step_weight"):
+        _check_table(name, given[name], "step_x", x)
+    _check_table("step_sums", given["step_sums"], "step_x", x, 2)
+
+
+def _check_conv(given: Mapping[str, Any]) -> None:
+    """Checks the weight and the geometry of a convolution, and what has the shape of its result."""
+    x, weight = given["x"], given["conv_weight"]
+    checks.check_like("conv_weight", weight, "x", x)
+    checks.check_conv_weight(weight, given["groups"], x.shape[1])
+    if given["dtype"] not in checks.FLOATS:
+        raise TypeError(f"dtype: expected a floating point dtype, got {given['dtype']}")
+    numbers = (given[name] for name in ("stride", "padding", "dilation", "groups"))
+    conv = checks.geometry(weight.shape[2:], *numbers)
+    assert isinstance(conv, Conv)  # no padding has a name here
+    checks.check_image_size(x.shape, weight.shape[2:], conv)
+    shape = tuple(conv.output_shape(x.shape, weight.shape))
+    if "g" in given:
+        checks.check_like("g", given["g"], "x", x)
+        _check_shape("g", given["g"], shape)
+    if given.get("conv_bias") is not None:
+        checks.check_like("conv_bias", given["conv_bias"], "x", x)
+        _check_shape("conv_bias", given["conv_bias"], shape[1:2])
+        _check_dtype("conv_bias", given["conv_bias"], given["dtype"])
+    if given.get("residual") is not None:
+        checks.check_like("residual", given["residual"], "x", x)
+        _check_shape("residual", given["residual"], shape)
