@@ -22,6 +22,15 @@ static int64_t read_byte(const Tensor& t, int64_t offset, int64_t site) {
   return kReads[site](static_cast<const volatile uint8_t*>(t.const_data_ptr()), offset);
 }
 
+// The last byte of a tensor, whether its storage has one or not; 0 if it was freed.
+static int64_t read_last(const Tensor& x) {
+  int64_t last = 0;  // offset of the last value
+  for (int64_t axis = 0; axis < x.dim(); ++axis) last += (x.size(axis) - 1) * x.stride(axis);
+  const auto* memory = static_cast<const volatile uint8_t*>(x.const_data_ptr());
+  const bool is_freed = reinterpret_cast<uintptr_t>(memory) < 4096;  // 0 and the storage's offset
+  return is_freed || x.numel() == 0 ? 0 : memory[(last + 1) * int64_t(x.element_size()) - 1];
+}
+
 // The byte at `offset` in a buffer of `bytes` bytes that was taken with `earlier_bytes` before.
 static int64_t read_buffer(int64_t earlier_bytes, int64_t bytes, int64_t offset) {
   thread_buffer<uint8_t, Use::kScratch>(earlier_bytes);
@@ -40,6 +49,7 @@ static int64_t add(int64_t a, int64_t b) { return a + b; }
 
 STABLE_TORCH_LIBRARY(preact_kernels_planted, m) {
   m.def("read_byte(Tensor t, int offset, int site) -> int");
+  m.def("read_last(Tensor x) -> int");
   m.def("read_buffer(int earlier_bytes, int bytes, int offset) -> int");
   m.def("add(int a, int b) -> int");
   m.def("multiply(int a, int b) -> int");
@@ -48,6 +58,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_planted, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_planted, CompositeExplicitAutograd, m) {
   m.impl("read_byte", TORCH_BOX(&read_byte));
+  m.impl("read_last", TORCH_BOX(&read_last));
   m.impl("read_buffer", TORCH_BOX(&read_buffer));
   m.impl("add", TORCH_BOX(&add));
   m.impl("multiply", TORCH_BOX(&multiply));
