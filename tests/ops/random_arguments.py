@@ -20,7 +20,15 @@ HUGE = (2**31, 2**62, 2**63 - 1, -1, -(2**31), -(2**63), 0)
 IMAGES = ("x", "branch", "dy", "drawn", "values")  # [N, C, ...]
 RESULTS = ("g", "skip", "step_x", "residual")  # [N, K, ...]
 RUN = ("bn_weights", "bn_biases", "conv_weights", "means", "variances", "inputs", "negated")
-PADDED = {1: 0, 3: 1, 5: 2}
+PLANAR = (  # ops of the CPU library that take NCHW memory too
+    "bn_stats",
+    "group_stats",
+    "norm_act_forward",
+    "norm_act_backward_sums",
+    "norm_act_backward_mask",
+    "norm_act_backward_input",
+    "norm_input_gradient",
+)
 
 
 class Sizes:
@@ -34,51 +42,37 @@ class Sizes:
 
     def __init__(self, rng: Random, library: str, op: str) -> None:
         self.rng, self.library, self.op = rng, library, op
-        is_native = library in ("cpu", "cuda")
-        multiplies = "conv" in op or op.startswith("block_run")
-        is_function = library == "functions"
-        dtypes = FLOATS
-        if library == "cuda" or (is_native and (multiplies or op == "transpose")):
-            dtypes = FLOATS[:3]
-        self.dtype = rng.choice(dtypes)
+        is_native, is_function = library in ("cpu", "cuda"), library == "functions"
+        is_run = op.startswith("block_run")
+        multiplies = "conv" in op or is_run
+        only_single = library == "cuda" or (is_native and (multiplies or op == "transpose"))
+        self.dtype = rng.choice(FLOATS[:3] if only_single else FLOATS)
         self.statistics = torch.float64 if self.dtype == torch.float64 else torch.float32
         channels = (16, 32) if is_native and multiplies else (3, 16, 32)
         self.n, self.c, self.k = rng.randint(1, 3), rng.choice(channels), rng.choice(channels)
-        axes = 2
-        if is_function and "norm_act" in op:
-            axes = rng.randint(1, 3)
+        axes = rng.randint(1, 3) if is_function and "norm_act" in op else 2
         self.image = [rng.randint(2, 6) for _ in range(axes)]
-        kernels = (1, 3, 3, 5) if library == "cpu" else (1, 3)
-        if op.startswith("block_run"):
-            self.k = self.c
-        self.kernel = [rng.choice(kernels)] * axes if rng.random() < 0.7 else [1] * axes
-        if library == "cuda" and max(self.kernel) > 1:
-            self.k = self.c
-        self.padding = [PADDED[r] for r in self.kernel]
+        self.kernel = [rng.choice((1, 1, 3, 3) if library == "cuda" else (1, 1, 3, 3, 5))] * axes
+        self.padding = [r // 2 for r in self.kernel]
         self.stride = [1] * axes
-        if max(self.kernel) > 1 and library != "cuda" and rng.random() < 0.2:
-            self.stride = [rng.randint(1, 2) for _ in range(axes)]
-        if op.startswith("block_run"):
-            self.stride = [1] * axes
+        if max(self.kernel) > 1 and library != "cuda" and not is_run:
+            self.stride = [rng.choice([1, 1, 1, 2]) for _ in range(axes)]
+        if is_run or (library == "cuda" and max(self.kernel) > 1):
+            self.k = self.c
         self.groups = rng.choice([g for g in (1, 2, 3, 16) if self.c % g == 0])
-        self.conv_groups = 1
-        if not is_native and rng.random() < 0.3:
-            self.conv_groups = rng.choice([g for g in (2, 3) if (self.c + self.k) % g == 0] or [1])
-            if self.c % self.conv_groups or self.k % self.conv_groups:
-                self.conv_groups = 1
+        conv_groups = [g for g in (1, 1, 2, 3, 16) if self.c % g == self.k % g == 0]
+        self.conv_groups = 1 if is_native else rng.choice(conv_groups)
         # A row for each image: functions take them as scale and shift.
         has_rows = not is_function and not (library == "cuda" and multiplies)
         self.rows = [self.n] if has_rows and rng.random() < 0.2 else []
         self.step_rows = [self.n] if has_rows and rng.random() < 0.2 else []
         self.has_step = op == "norm_input_gradient" or rng.random() < 0.5
         self.has_skip = self.has_step and rng.random() < 0.5
-        self.planar = rng.random() < 0.3 and (
-            is_function or (library == "cpu" and op.startswith(("norm_act_forward", "bn_stats")))
-        )
-        self.activation = rng.choice([*ACTIVATIONS])
-        if library == "cuda" and multiplies:
-            self.activation = "relu"
-        self.units_per_block = rng.choice([2, 3]) if op.startswith("block_run") else 1
+        takes_planes = is_function or (library == "cpu" and op in PLANAR)
+        self.planar = takes_planes and rng.random() < 0.3
+        takes_all = library != "cuda" or not multiplies
+        self.activation = rng.choice([*ACTIVATIONS]) if takes_all else "relu"
+        self.units_per_block = rng.choice([2, 3]) if is_run else 1
         self.units = self.units_per_block * rng.randint(1, 2)
         self.rebuilds = rng.random() < 0.5
         self.training = rng.random() < 0.6
@@ -170,13 +164,9 @@ class Sizes:
             return [1e-5] * self.units
         if name == "activation" and self.op.startswith(("batch_norm", "group_norm")):
             return (self.activation, 0.5) if parameter and rng.random() < 0.3 else self.activation
-        if name in ("groups", "num_groups"):
-            return (
-                self.groups
-                if name == "num_groups" or self.op == "group_stats"
-                else (self.conv_groups)
-            )
-        return {
+        if name == "num_groups" or (name == "groups" and self.op == "group_stats"):
+            return self.groups
+        values = {
             "eps": 1e-5,
             "step_eps": 1e-5,
             "activation": self.activation,
@@ -187,6 +177,7 @@ class Sizes:
             "factor": 2.0,
             "stride": self.stride,
             "padding": self.padding,
+            "groups": self.conv_groups,
             "dilation": [1] * len(self.image),
             "units_per_block": self.units_per_block,
             "dtype": self.dtype,
@@ -194,7 +185,8 @@ class Sizes:
             "dropout": rng.choice([0.0, 0.5]),
             "wants_dy": self.has_step and rng.random() < 0.5,
             "device": "cpu",
-        }.get(name, rng.random() < 0.5)
+        }
+        return values[name] if name in values else rng.random() < 0.5
 
     def argument(self, name: str, kind: str) -> Any:
         """A valid argument of a parameter with a type as schemas write it."""
