@@ -35,12 +35,11 @@ bool is_dense(const Tensor& t) {
 
 // A bit for each value: whether it is not 0.
 Tensor dropout_bits(const Tensor& drawn) {
-  check_tensor("drawn", drawn);
-  PK_CHECK(is_served_dtype(drawn.scalar_type()), "drawn: expected dtype ", kDtypes);
+  const ScalarType dtype = check_dtype("drawn", drawn);
   PK_CHECK(drawn.is_contiguous(), "drawn: expected a contiguous tensor");
   const Tensor bits = new_tensor(drawn, {(drawn.numel() + 7) / 8}, ScalarType::Byte);
   uint8_t* to = mutable_data<uint8_t>(bits);
-  for_dtype(drawn.scalar_type(), [&](auto value) {
+  for_dtype(dtype, [&](auto value) {
     const auto* from = data<decltype(value)>(drawn);
     for_ranges(drawn.numel(), [&](int64_t first, int64_t count) {
       PK_CALL(range_bits, from + first, to + first / 8, count);
@@ -51,15 +50,14 @@ Tensor dropout_bits(const Tensor& drawn) {
 
 // Multiplies each value, in the order of the memory, by `factor` where its bit is set, else by 0.
 void dropout(const Tensor& values, const Tensor& bits, double factor) {
-  check_tensor("values", values);
-  PK_CHECK(is_served_dtype(values.scalar_type()), "values: expected dtype ", kDtypes);
+  const ScalarType dtype = check_dtype("values", values);
   PK_CHECK(is_dense(values), "values: expected a dense tensor");
   check_tensor("bits", bits);
   PK_CHECK(bits.scalar_type() == ScalarType::Byte && bits.is_contiguous(),
            "bits: expected contiguous bytes");
   check_shape("bits", bits, {(values.numel() + 7) / 8});
   const uint8_t* first_bits = data<uint8_t>(bits);
-  for_dtype(values.scalar_type(), [&](auto value) {
+  for_dtype(dtype, [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
     const A kept = upcast(rounded_to<T>(static_cast<A>(factor)));

@@ -31,7 +31,8 @@ static std::vector<int64_t> conv_limits() {
 // kernels/winograd.h serves it, forward and backward, if it serves the values.
 static std::tuple<bool, bool> conv_route(const Tensor& x, const Tensor& conv_weight,
                                          const std::vector<int64_t>& stride) {
-  const ScalarType dtype = x.scalar_type();
+  const ScalarType dtype = check_dtype("x", x);
+  PK_CHECK(dtype != ScalarType::Double, "x: expected float32, bfloat16 or float16");
   const ConvSizes conv = one_unit(x, conv_weight, stride, {dtype, dtype, dtype})[0].conv;
   bool is_winograd = false;
   for_single_dtype(dtype, [&](auto value) { is_winograd = has_winograd<decltype(value)>(conv); });

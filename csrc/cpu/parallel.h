@@ -5,8 +5,25 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 
 namespace preact_kernels {
+
+// Calls body(begin, end) for parts of [0, count) on PyTorch's threads. Throws the first exception
+// of a part; that of torch::stable::parallel_for has another message.
+template <class Body>
+void parallel_for(int64_t count, int64_t grain_size, const Body& body) {
+  std::atomic_flag has_failed = ATOMIC_FLAG_INIT;
+  std::exception_ptr failure;
+  torch::stable::parallel_for(0, count, grain_size, [&](int64_t begin, int64_t end) {
+    try {
+      body(begin, end);
+    } catch (...) {
+      if (!has_failed.test_and_set()) failure = std::current_exception();
+    }
+  });
+  if (failure) std::rethrow_exception(failure);
+}
 
 // Calls body(tile) for every tile on PyTorch's threads. A thread takes the tiles of its own range
 // in order, with the last results still in its cache, then tiles of other ranges: threads are not
@@ -29,7 +46,7 @@ void for_tiles(int64_t count, const Body& body) {
     ranges[r].next.store(count * r / parts, std::memory_order_relaxed);
     ranges[r].end = count * (r + 1) / parts;
   }
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t self = begin; self < end; ++self) {
       for (int64_t r = 0; r < parts; ++r) {
         Range& range = ranges[(self + r) % parts];
@@ -47,10 +64,10 @@ void for_tiles(int64_t count, const Body& body) {
 template <class Body>
 void for_rows(int64_t rows, int64_t values, const Body& body) {
   constexpr int64_t kLeastValues = 8 * 1024;
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kLeastValues / values),
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t row = begin; row < end; ++row) body(row);
-                              });
+  const int64_t least_rows = std::max<int64_t>(1, kLeastValues / values);
+  parallel_for(rows, least_rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  });
 }
 
 }  // namespace preact_kernels

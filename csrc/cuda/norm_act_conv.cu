@@ -121,7 +121,7 @@ void check_conv_is_served(const char* name, const ConvSizes& conv, const ConvDty
 // Whether the kernels serve this weight on its device, for stride 1, one group and padding of half
 // the kernel; with a float32 stream, mixed with float32 x or float32 y.
 bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
-  check_tensor("conv_weight", conv_weight);
+  check_dtype("conv_weight", conv_weight);
   if (conv_weight.dim() != 4) return false;
   const auto size = conv_weight.sizes();
   const ConvSizes conv{1, 1, 1, size[1], size[0], size[2], size[3]};

@@ -126,8 +126,7 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   check_count("means", run.means, run.units());
   const Tensor dy = gradient.g;
   Activation size = check_activation("g", dy);
-  if (gradient.step.has_value()) check_tensor("step_x", gradient.step->x);
-  const ScalarType stream = gradient.dtype();
+  const ScalarType stream = dtype_of(gradient);
   if (rebuilds) {
     check_sizes("y", *given.y, size, dy);
     PK_CHECK(given.y->scalar_type() == stream, "y: expected the dtype of g or step_x");

@@ -76,6 +76,14 @@ inline void check_tensor(const char* name, const Tensor& t) {
            "; was it freed or resized?");
 }
 
+// Checks for a tensor of a dtype that the library serves, and returns the dtype.
+inline ScalarType check_dtype(const char* name, const Tensor& t) {
+  check_tensor(name, t);
+  const ScalarType dtype = t.scalar_type();
+  PK_CHECK(is_served_dtype(dtype), name, ": expected dtype ", kDtypes);
+  return dtype;
+}
+
 // Whether [N, C, H, W] is planar: not in NHWC order, where the library serves NCHW too.
 inline bool is_planar(const Tensor& t) {
   if (!kServesPlanes || !is_strided(t)) return false;
@@ -85,9 +93,8 @@ inline bool is_planar(const Tensor& t) {
 
 // Checks that a tensor is [N, C, H, W] with dense NHWC memory, or NCHW if `planar`.
 inline Activation check_activation(const char* name, const Tensor& t, bool planar = false) {
-  check_tensor(name, t);
+  check_dtype(name, t);
   PK_CHECK(t.dim() == 4, name, ": expected 4 dimensions [N, C, H, W], got ", t.dim());
-  PK_CHECK(is_served_dtype(t.scalar_type()), name, ": expected dtype ", kDtypes);
   const auto size = t.sizes();
   const auto stride = t.strides();
   constexpr int kNhwc[] = {1, 3, 2, 0}, kNchw[] = {3, 2, 1, 0};  // the innermost first
@@ -192,6 +199,12 @@ inline void check_norm(const Norm& norm, const Activation& size, const Tensor& x
   check_table(names.var, norm.var, size, x);
   check_table(names.weight, norm.weight, size, x);
   if (norm.bias.has_value()) check_table(names.bias, *norm.bias, size, x);
+}
+
+// The dtype of a whole gradient.
+inline ScalarType dtype_of(const Gradient& gradient) {
+  const ScalarType dtype = check_dtype(kGradientNames.g, gradient.g);
+  return gradient.step.has_value() ? check_dtype(kGradientNames.x, gradient.step->x) : dtype;
 }
 
 // Checks the step of a gradient of these sizes, on the device of `like`.

@@ -62,8 +62,8 @@ inline std::tuple<Tensor, Tensor, Tensor> norm_act_conv_forward(
     const Tensor& x, PK_NORM_PARAMETERS, const Tensor& conv_weight,
     const std::vector<int64_t>& stride, const std::optional<Tensor>& conv_bias,
     const std::optional<Tensor>& residual, bool with_stats, ScalarType dtype) {
-  const ScalarType y_dtype = residual.has_value() ? residual->scalar_type() : dtype;
-  auto units = one_unit(x, conv_weight, stride, {dtype, x.scalar_type(), y_dtype});
+  const ScalarType y_dtype = residual.has_value() ? check_dtype("residual", *residual) : dtype;
+  auto units = one_unit(x, conv_weight, stride, {dtype, check_dtype("x", x), y_dtype});
   RunStatistics results(x, units, {conv_weight}, {with_stats});
   const Norm norm = norm_of(PK_NORM_ARGUMENTS);
   const Tensor y =
@@ -77,7 +77,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_conv_backward(
     const std::vector<int64_t>& stride, bool wants_input, bool wants_weight, bool wants_dy,
     ScalarType dtype) {
   const Gradient dy = gradient_of(PK_GRADIENT_ARGUMENTS);
-  auto units = one_unit(x, conv_weight, stride, {dtype, x.scalar_type(), dy.dtype()});
+  auto units = one_unit(x, conv_weight, stride, {dtype, check_dtype("x", x), dtype_of(dy)});
   RunGradients results(x, units, {conv_weight}, {{wants_input, wants_weight, wants_dy}});
   UnitGradients& found = results.of_units[0];
   const Norm norm = norm_of(PK_NORM_ARGUMENTS);

@@ -119,6 +119,8 @@ def gradients(results: tuple[Tensor, Tensor, Tensor, Tensor], wanted: Wanted) ->
 class NativeKernels(FlatOps, BlockKernels):
     """A compiled library; see `BlockKernels`."""
 
+    checks_arguments = True
+
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:

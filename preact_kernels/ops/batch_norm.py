@@ -249,8 +249,10 @@ def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tenso
     return found
 
 
-def _check_running(name: str, t: Tensor) -> None:
+def _check_running(name: str, t: Tensor | None) -> None:
     """Raises for running statistics that PyTorch's operators refuse to write."""
+    if t is None or (t.is_contiguous() and not t.requires_grad):
+        return
     if t.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: expected a tensor that requires no gradient")
     if t.stride(0) == 0 and t.shape[0] > 1:
@@ -277,6 +279,9 @@ def update_running_statistics(
     """
     if not torch.compiler.is_compiling() and torch_compat.is_in_backward():
         return
+    for bn in norms:  # all before any is written
+        _check_running("running_mean", bn.running_mean)
+        _check_running("running_var", bn.running_var)
     by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
     counts = []
     for index, bn in enumerate(norms):
@@ -284,8 +289,6 @@ def update_running_statistics(
             counts.append(bn.batch_count)
         if not means or bn.running_mean is None or bn.running_var is None:
             continue
-        _check_running("running_mean", bn.running_mean)
-        _check_running("running_var", bn.running_var)
         running, batch = [bn.running_mean, bn.running_var], [means[index], variances[index]]
         if bn.momentum is None:  # when traced, the number is symbolic: it cannot be a key
             momentum = 1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0)
