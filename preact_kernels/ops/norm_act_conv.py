@@ -224,11 +224,12 @@ def norm_act_conv_of(
     call = UnitCall(kernels, unit, norm.eps, norm.groups, fixed, factor)
     weights = (*parameters, conv_weight, conv_bias)
     y = NormActConvFunction.apply(call, x, *weights, residual, *statistics, bits)
-    norm.update(kernels, x, statistics, fixed)
     if axes == 1:
         y = y.squeeze(2)
     y = layout.restored(y, channels_last)
-    return y if added_last is None else y + added_last
+    y = y if added_last is None else y + added_last
+    norm.update(kernels, x, statistics, fixed)  # last: where memory runs out, nothing is counted
+    return y
 
 
 def plain_norm_act_conv(

@@ -213,13 +213,15 @@ def preact_stage(
     if record is not None:
         return layout.restored(record(call, x, tensors), channels_last)
     y, *batch = PreActStageFunction.apply(call, x, *tensors)
+    y = y if channels_last else y.contiguous()
+    # Last: where memory runs out, nothing is counted.
     means, variances = batch[: len(norms)], batch[len(norms) :]
     if repeats_norms:  # in order
         for bn, mean, var in zip(norms, means, variances, strict=True):
             update_running_statistics(kernels, [bn], [mean], [var])
     else:
         update_running_statistics(kernels, norms, means, variances)
-    return y if channels_last else y.contiguous()
+    return y
 
 
 def _with_served_weights(

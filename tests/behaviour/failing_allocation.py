@@ -1,0 +1,175 @@
+"""Runs training steps in which one allocation fails; prints what went wrong.
+
+    LD_PRELOAD=... python -m tests.behaviour.failing_allocation 1 bn_relu-nchw ...
+
+The arguments are the number of threads and the names of cases. failing_allocation.cpp, which has to
+be loaded in front of the C library, makes the allocation fail. A step runs in a process forked for
+it: the next one finds the library's buffers as this one did, and survives a crash.
+"""
+
+import ctypes
+import itertools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import preact_kernels as pk
+from tests.cases import random_block
+from tests.oracle import same_bits
+
+# Activations, weights and their gradients, and the library's buffers; of torch's small objects
+# nothing.
+LEAST_BYTES = 8 * 1024
+
+
+def bottlenecks(memory: str) -> nn.Module:
+    """Two blocks with projections, and two without, whose inputs memory modes leave out."""
+    sizes = (64, 32), (128, 16), (64, 16), (64, 16)
+    return pk.PreActStage([random_block("bottleneck", *size) for size in sizes], memory)
+
+
+# Of 64 channels in and out; the CPU library serves all of their units.
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "bn_relu": lambda: pk.BNReLU2d(64),
+    "bn_relu_conv2d": lambda: pk.BNReLUConv2d(64, 64, 3, padding=1),
+    "basic": lambda: random_block("basic", 64, 64),
+    "bottleneck": lambda: random_block("bottleneck", 64, 16),
+    "store": lambda: bottlenecks("store"),
+    "rebuild": lambda: bottlenecks("rebuild"),
+    "checkpoint": lambda: bottlenecks("checkpoint"),
+}
+MEMORY_FORMATS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
+
+
+class Step(NamedTuple):
+    """A module, its input and the gradient of its output."""
+
+    module: nn.Module
+    x: Tensor
+    dy: Tensor
+
+    @classmethod
+    def of(cls, case: str, size: int = 8) -> "Step":
+        """The same numbers in each process."""
+        name, memory_format = case.split("-")
+        torch.manual_seed(0)
+        module = MODULES[name]()
+        x, dy = torch.randn(2, 2, 64, size, size)
+        x = x.contiguous(memory_format=MEMORY_FORMATS[memory_format])
+        return cls(module, x.requires_grad_(), dy)
+
+    def run(self) -> None:
+        """Forward and backward."""
+        self.module(self.x).backward(self.dy)
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {name: b.clone() for name, b in self.module.named_buffers()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the parameters, as far as there are any."""
+        found = {name: p.grad for name, p in self.module.named_parameters()}
+        return {name: g for name, g in found.items() if g is not None}
+
+
+class Attempt(NamedTuple):
+    """What became of a step in which an allocation failed."""
+
+    failed_bytes: int  # 0: there were fewer allocations
+    error: str
+    has_counted: bool  # whether running statistics were updated
+    faults: list[str]
+
+
+def attempt(case: str, index: int) -> Attempt:
+    """The step, in which the allocation after `index` others fails, and the step again."""
+    torch.ones(2**20).exp_()  # starts the threads, which have memory of their own
+    faulty, expected = Step.of(case), Step.of(case)
+    allocator = ctypes.CDLL(None)
+    before, error = faulty.buffers(), ""
+    stage = "forward"
+    allocator.fail_allocation(ctypes.c_long(index), ctypes.c_size_t(LEAST_BYTES))
+    try:
+        y = faulty.module(faulty.x)
+        stage = "backward"
+        y.backward(faulty.dy)
+        del y
+    except (RuntimeError, MemoryError) as raised:
+        error = f"{type(raised).__name__} in the {stage}: {raised}"
+    failed_bytes = allocator.failed_bytes()
+    after, gradients = faulty.buffers(), faulty.gradients()
+
+    expected.run()
+    buffers = expected.buffers()
+    faults = []
+    if not equal(after, before if error and stage == "forward" else buffers):
+        faults.append("running statistics")
+    if gradients and not equal(gradients, expected.gradients()):
+        faults.append("gradients after the failure")
+    faulty.module.load_state_dict(Step.of(case).module.state_dict())
+    faulty.module.zero_grad()
+    faulty.x.grad = None
+    faulty.run()
+    results = faulty.gradients() | faulty.buffers() | {"dx": faulty.x.grad}
+    if not equal(results, expected.gradients() | buffers | {"dx": expected.x.grad}):
+        faults.append("results of the next call")
+    return Attempt(failed_bytes, error, not equal(after, before), faults)
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Whether all bits are the same."""
+    return found.keys() == expected.keys() and all(same_bits(found[n], expected[n]) for n in found)
+
+
+def forked(function: Callable[..., tuple], *arguments: Any) -> list:
+    """The result of a function in a process of its own, which inherits this one's memory.
+
+    Raises:
+        RuntimeError: with the traceback or the signal that ended the process.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            message = json.dumps(function(*arguments))
+        except BaseException:
+            message = json.dumps(traceback.format_exc())
+        os.write(writer, message.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        message = pipe.read()
+    _, status = os.waitpid(child, 0)
+    found = json.loads(message) if message else f"ended with {os.waitstatus_to_exitcode(status)}"
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def attempts(case: str) -> list[Attempt]:
+    """Those of all allocations of a step, and at last one in which none fails."""
+    found = []
+    for index in itertools.count():
+        try:
+            found.append(Attempt(*forked(attempt, case, index)))
+        except RuntimeError as error:
+            raise RuntimeError(f"{case}, allocation {index}: {error}") from None
+        if not found[-1].failed_bytes:
+            return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # a process with a pool of threads cannot be forked
+    for name in MODULES:  # modules are imported by the first call
+        Step.of(f"{name}-nhwc", size=2).run()
+    torch.set_num_threads(int(sys.argv[1]))
+    print(json.dumps({case: attempts(case) for case in sys.argv[2:]}))
+
+
+if __name__ == "__main__":
+    main()
