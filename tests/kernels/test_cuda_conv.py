@@ -1,12 +1,14 @@
 """The fused convolutions of the CUDA library: results, schedules, and which are served."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
-from preact_kernels.kernels.contract import Conv, Wanted
+from preact_kernels.kernels.contract import Conv, Gradient, Norm, Wanted
 from preact_kernels.ops import dispatch
 from preact_kernels.torch_compat import FakeTensorMode
 from tests.cases import in_dtype, random_block, recorded_calls, unit_of
@@ -19,7 +21,9 @@ from tests.kernels.cuda_conv_cases import (
     QUICK,
     SLOW,
     TYPICAL,
+    Backward,
     Case,
+    Forward,
     backward_inputs,
     call,
     cases_and_dtypes,
@@ -40,6 +44,7 @@ from tests.oracle import assert_same_bits, check, plain_copy, weight_gradient_in
 
 pytestmark = pytest.mark.usefixtures("fused_convolutions")
 ONE_BY_ONE, THREE_BY_THREE = TYPICAL
+TOO_MANY_PIXELS = pytest.raises(RuntimeError, match=r"x: expected at most 1073741824 pixels, got")
 
 
 @pytest.mark.calls(
@@ -242,6 +247,27 @@ def test_images_at_the_end_of_a_batch_do_not_depend_on_its_size(case, monkeypatc
         expected = call(kernels(), case._replace(images=2), last, options)[name]
         found = call(kernels(), case, inputs, options)[name]
         assert_same_bits({name: found[-2:]}, {name: expected})
+
+
+@on_host
+@pytest.mark.parametrize("side", [1, 3])
+def test_more_pixels_than_indices_of_32_bits_count_are_refused(side, monkeypatch):
+    """Tensors have addresses and no memory."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    weight, launched = torch.randn(16, 16, side, side).bfloat16(), []
+    norm = Norm(*torch.ones(4, 16), 1e-5)
+    for pixels, refusal in ((2**30, nullcontext()), (2**30 + 1, TOO_MANY_PIXELS)):
+        case = Case(pixels, 1, 1, 16, 16, side)
+        with serve_cpu.without_running(launched.append):
+            x = torch.empty(pixels, 16, 1, 1, dtype=torch.bfloat16)
+            for inputs, options in (
+                (Forward(x, norm, weight, None), False),
+                (Backward(Gradient(x), x, norm, weight), Wanted(True, True)),
+            ):
+                launched.clear()
+                with refusal:
+                    call(kernels(), case, inputs, options)
+                assert bool(launched) == (pixels == 2**30)
 
 
 @pytest.mark.parametrize(
