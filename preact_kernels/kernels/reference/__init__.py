@@ -20,9 +20,11 @@ from preact_kernels.kernels.reference.residual_add import residual_add_forward
 from preact_kernels.kernels.running_stats import running_stats_update
 
 serves_planes = False
+checks_arguments = False
 
 __all__ = [
     "bn_stats",
+    "checks_arguments",
     "dropout",
     "dropout_bits",
     "group_stats",

@@ -27,11 +27,13 @@ from preact_kernels.kernels.triton.norm_act_conv import (
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
 serves_planes = False
+checks_arguments = False
 
 __all__ = [
     "block_run_backward",
     "block_run_forward",
     "bn_stats",
+    "checks_arguments",
     "dropout",
     "dropout_bits",
     "group_stats",
