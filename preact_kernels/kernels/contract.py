@@ -262,7 +262,7 @@ class Kernels(Protocol):
     # Whether statistics, `norm_act_forward`, `norm_act_backward` and `norm_input_gradient` take
     # tensors in NCHW order too, and then return them so.
     serves_planes: bool = False
-    # Whether all but `norm_act_conv_*` refuse arguments that they cannot read.
+    # Whether all but `norm_act_conv_*` and `running_stats_update` refuse what they cannot read.
     checks_arguments: bool = False
 
     @abstractmethod

@@ -308,12 +308,10 @@ _PLAIN = frozenset((int, float, bool, str, type(None)))
 def described(values: Iterable) -> list:
     """What checks read of arguments: metadata of tensors, types and values of plain numbers.
 
-    Of storages, only whether they were freed: their sizes take longer to read than all the rest.
-
     Raises:
         TypeError: an argument is none of these. No key keeps such an object, a process group say,
             or relies on its equality.
-        RuntimeError: a tensor has no strides or no memory, such as a fake one.
+        RuntimeError: a tensor has no strides or no storage.
     """
     parts: list = []
     for v in values:
@@ -321,7 +319,8 @@ def described(values: Iterable) -> list:
         if kind in _PLAIN:
             parts += (kind, v)
         elif isinstance(v, Tensor):
-            parts += (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() == 0)
+            nbytes = v.untyped_storage().nbytes()
+            parts += (v.shape, v.stride(), v.storage_offset(), nbytes, v.dtype, v.device)
         elif kind is tuple:
             kinds = tuple(map(type, v))
             if not _PLAIN.issuperset(kinds):
