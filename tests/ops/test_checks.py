@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import preact_kernels as pk
@@ -143,6 +144,14 @@ def test_a_storage_holds_all_elements(memory_format, offset):
         message = f"^x: expected a storage of {count} bytes, got {count - 1}"
         with pytest.raises(ValueError, match=message) if refuses else contextlib.nullcontext():
             pk.bn_relu(x, None, None, training=True)
+
+
+def test_symbolic_sizes_are_traced():
+    """A tensor of symbolic sizes has a storage, and no count of bytes."""
+    bn_relu = partial(pk.bn_relu, bn_weight=None, bn_bias=None, training=True)
+    traced = make_fx(bn_relu, tracing_mode="symbolic")(torch.randn(2, 3, 4, 5))
+    x = torch.randn(3, 3, 6, 7)
+    assert_same_bits({"y": traced(x)}, {"y": bn_relu(x)})
 
 
 @refuses(
