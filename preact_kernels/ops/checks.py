@@ -302,11 +302,11 @@ class Passed(dict):
         return result
 
 
-_PLAIN = frozenset((int, float, bool, str, type(None)))
+_PLAIN = frozenset((int, float, bool, str, torch.dtype, type(None)))
 
 
 def described(values: Iterable) -> list:
-    """What checks read of arguments: metadata of tensors, types and values of plain numbers.
+    """What checks read of arguments: metadata of tensors, types and values of plain objects.
 
     Raises:
         TypeError: an argument is none of these. No key keeps such an object, a process group say,

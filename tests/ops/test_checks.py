@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import preact_kernels as pk
 from preact_kernels.kernels.contract import ACTIVATIONS
 from preact_kernels.modules.attributes import attributes
-from preact_kernels.ops import block_arguments
+from preact_kernels.ops import block_arguments, op_arguments
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import (
@@ -533,6 +533,19 @@ def test_results_of_checks_do_not_fill_the_memory():
         assert passed.add(key, "result") == "result"
         assert passed.get(key) == "result"
         assert len(passed) <= Passed.MOST
+
+
+def test_what_passed_the_checks_of_a_registered_op_is_not_checked_again(monkeypatch):
+    checked = []
+    monkeypatch.setattr(op_arguments, "_passed", Passed())
+    monkeypatch.setattr(op_arguments, "_check", lambda op, given: checked.append(given["dtype"]))
+    x, norm, weight = torch.randn(2, 8, 5, 6), [torch.ones(8)] * 4, torch.ones(12, 8, 3, 3)
+    op = torch.ops.preact_kernels.norm_act_conv_forward
+    for dtype in (torch.float32, torch.float32, torch.float64):
+        of_conv = (weight, [1, 1], [1, 1], [1, 1], 1, None, None, False)
+        with contextlib.suppress(RuntimeError):  # float64 is refused below the checks
+            op(x, *norm, 1e-5, "relu", 0.0, *of_conv, dtype)
+    assert checked == [torch.float32, torch.float64]
 
 
 KERNELS = backends.select("auto", "cpu", torch.float32)
