@@ -34,6 +34,9 @@ from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
 # pixels (0.21 ns a pixel on an H200), PyTorch's way 640 bytes a pixel (0.15 ns) and two launches.
 MOST_PIXELS = {(3, 64): 2**16}
 
+# How messages of PyTorch's two allocators begin; the second is `backend:cudaMallocAsync`.
+_OUT_OF_MEMORY = ("CUDA out of memory", "Allocation on device ")
+
 LIBRARY = "_cuda.so"
 OLDEST_CAPABILITY = (8, 0)  # the oldest that setup.py compiles for
 
@@ -118,7 +121,7 @@ class LibraryOps:
             try:
                 return op(*args)
             except RuntimeError as error:
-                if str(error).startswith("CUDA out of memory"):
+                if str(error).startswith(_OUT_OF_MEMORY):
                     raise torch.OutOfMemoryError(str(error)) from None
                 raise
 

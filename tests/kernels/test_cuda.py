@@ -135,6 +135,10 @@ def test_what_the_kernels_cannot_read_is_refused():
     ("message", "expected"),
     [
         ("CUDA out of memory. Tried to allocate 2.00 GiB.", torch.OutOfMemoryError),
+        (  # of `backend:cudaMallocAsync`
+            "Allocation on device 0 would exceed allowed memory. (out of memory)",
+            torch.OutOfMemoryError,
+        ),
         ("x: expected a CUDA tensor", RuntimeError),
     ],
 )
