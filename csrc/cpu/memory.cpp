@@ -53,11 +53,14 @@ void fail_to_allocate(int64_t bytes) {
 }
 
 Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
-  const int64_t row = size.width * size.channels;
   const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
+  int64_t bytes = for_dtype(dtype, [](auto value) { return sizeof value; });
+  for (const int64_t count : sizes) {
+    PK_CHECK(!__builtin_mul_overflow(bytes, count, &bytes),
+             "CPU out of memory. Tried to allocate 2**63 bytes or more.");
+  }
+  const int64_t row = size.width * size.channels;
   const int64_t strides[] = {size.height * row, 1, row, size.channels};
-  const size_t width = for_dtype(dtype, [](auto value) { return sizeof value; });
-  const size_t bytes = width * size.images * size.height * row;
   std::unique_ptr<void, void (*)(void*)> values(allocate(bytes), release);
   const Tensor t = torch::stable::from_blob(values.get(), {sizes, 4}, {strides, 4}, like.device(),
                                             dtype, release);

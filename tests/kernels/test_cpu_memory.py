@@ -63,3 +63,14 @@ def test_results_are_aligned_and_dense(shape, dtype):
     assert y.stride() == expected.stride()
     assert y.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
     assert y.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("images", [32, 64])  # 2**63 bytes, and 2**64, which overflow to 0
+def test_a_result_of_more_bytes_than_can_be_counted_is_refused(images):
+    x = torch.randn(images, 16, 1, 1).to(memory_format=torch.channels_last)
+    weight = torch.ones(1).expand(2**56, 16, 1, 1)
+    of_conv = (weight, [1, 1], None, None, False, torch.float32)
+    with pytest.raises(RuntimeError, match=r"^CPU out of memory\. Tried to allocate 2\*\*63 bytes"):
+        torch.ops.preact_kernels_cpu.norm_act_conv_forward(
+            x, *torch.ones(4, 16), 1e-5, "relu", 0.0, *of_conv
+        )
