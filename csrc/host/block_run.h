@@ -14,7 +14,7 @@ struct BlockRun {
   size_t units_per_block;
   ScalarType dtype;  // of products
 
-  size_t units() const { return eps.size(); }
+  size_t units() const { return conv_weights.size(); }
   bool starts_block(size_t i) const { return i % units_per_block == 0; }
   bool ends_block(size_t i) const { return (i + 1) % units_per_block == 0; }
 
@@ -46,9 +46,10 @@ inline void check_run(const BlockRun& run) {
   PK_CHECK(run.units_per_block > 0 && run.units() > 0 && run.units() % run.units_per_block == 0,
            "units_per_block: expected a divisor of ", run.units(), " units, got ",
            static_cast<int64_t>(run.units_per_block));
+  PK_CHECK(run.eps.size() == run.units(), "eps: expected ", run.units(), " values, got ",
+           run.eps.size());
   check_count("bn_weights", run.bn_weights, run.units());
   check_count("bn_biases", run.bn_biases, run.units());
-  check_count("conv_weights", run.conv_weights, run.units());
   check_count("variances", run.variances, run.means.size());
 }
 

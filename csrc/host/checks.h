@@ -113,7 +113,7 @@ inline Activation check_activation(const char* name, const Tensor& t, bool plana
 // For a tensor that has passed check_tensor.
 inline void check_same_device(const char* name, const Tensor& t, const Tensor& like) {
   PK_CHECK(t.get_device_index() == like.get_device_index(), name,
-           ": expected a tensor on the device of x");
+           ": expected a tensor on the device of the others");
 }
 
 // Checks for a tensor of this shape.

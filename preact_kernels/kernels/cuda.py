@@ -36,6 +36,8 @@ MOST_PIXELS = {(3, 64): 2**16}
 
 # How messages of PyTorch's two allocators begin; the second is `backend:cudaMallocAsync`.
 _OUT_OF_MEMORY = ("CUDA out of memory", "Allocation on device ")
+# With torch 2.11 the library is not told what failed: the end of its message (csrc/host/tensors.h).
+_OR_ANOTHER_ERROR = "PyTorch has printed what failed."
 
 LIBRARY = "_cuda.so"
 OLDEST_CAPABILITY = (8, 0)  # the oldest that setup.py compiles for
@@ -102,6 +104,17 @@ class CUDAKernels(NativeKernels):
         return found._replace(dy=whole if wanted.dy else None)
 
 
+def _takes_work() -> bool:
+    """Whether the current stream runs kernels: not after an error, and not in a capture."""
+    try:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        torch.cuda.current_stream().query()
+    except RuntimeError:
+        return False
+    return True
+
+
 class LibraryOps:
     """The ops of the library; where memory runs out they raise what PyTorch raises.
 
@@ -115,15 +128,20 @@ class LibraryOps:
         self._ops = ops
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of a copy before it has any
+            raise AttributeError(name)
         op = getattr(self._ops, name).default
 
         def call(*args: Any) -> Any:
             try:
                 return op(*args)
             except RuntimeError as error:
-                if str(error).startswith(_OUT_OF_MEMORY):
-                    raise torch.OutOfMemoryError(str(error)) from None
-                raise
+                message = str(error)
+                if not message.startswith(_OUT_OF_MEMORY):
+                    raise
+                if message.endswith(_OR_ANOTHER_ERROR) and not _takes_work():
+                    raise
+                raise torch.OutOfMemoryError(message) from None
 
         setattr(self, name, types.SimpleNamespace(default=call))  # once for each op
         return getattr(self, name)

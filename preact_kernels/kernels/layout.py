@@ -87,3 +87,41 @@ def strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
     for axis in axes:
         found[axis], size = size, size * shape[axis]
     return tuple(found)
+
+
+def readable_bytes(t: Tensor) -> int:
+    """The bytes of a tensor's storage.
+
+    Behind an offset, those from there on, and at most those of the elements: the same for all
+    slices of a tensor.
+    """
+    offset, found = t.storage_offset(), t.untyped_storage().nbytes()
+    return min(found - offset * t.element_size(), t.nbytes) if offset else found
+
+
+def check_storage(name: str, t: Tensor) -> None:
+    """Raises a ValueError where a storage was freed or cut, as FSDP and offloading do.
+
+    PyTorch's operators read beyond it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    try:
+        given, least = t.untyped_storage().nbytes(), t.nbytes
+    except RuntimeError:  # a tensor of torch.func, or one of symbolic sizes
+        return
+    if given >= least and t.storage_offset() == 0 and _is_dense(t):
+        return
+    elements = t.storage_offset() + 1
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        elements += (size - 1) * stride
+    expected = elements * t.element_size()
+    if given < expected and t.numel() > 0:
+        raise ValueError(f"{name}: expected a storage of {expected} bytes, got {given}")
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether all elements are in NCHW or NHWC order without gaps, for two dimensions of images."""
+    if t.is_contiguous():
+        return True
+    return t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)

@@ -26,7 +26,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.kernels.layout import CHANNELS_LAST, as_image, from_image
+from preact_kernels.kernels.layout import CHANNELS_LAST, as_image, check_storage, from_image
 
 
 def _activated(kernels: Kernels, x: Tensor, norm: Norm, mask: Mask | None) -> Tensor:
@@ -35,6 +35,7 @@ def _activated(kernels: Kernels, x: Tensor, norm: Norm, mask: Mask | None) -> Te
 
 
 def _convolve(a: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Tensor:
+    check_storage("conv_weight", weight)
     stride, padding, dilation, groups = conv
     none = [0] * len(stride)
     return torch.convolution(a, weight, bias, stride, padding, dilation, False, none, groups)
@@ -160,6 +161,8 @@ def norm_act_conv_backward(
     conv_dy = whole
     if _converts_activation(x, conv_weight):
         a, conv_dy = kernels.nchw(a), kernels.nchw(conv_dy)
+    check_storage("conv_weight", conv_weight)
+    check_storage("dy", conv_dy)
     needs = [wanted.input, wanted.weight, False]
     stride, padding, dilation, groups = unit.conv
     none = [0] * len(stride)

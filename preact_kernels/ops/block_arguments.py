@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Conv, Unit
+from preact_kernels.kernels.layout import check_storage, readable_bytes
 from preact_kernels.ops import checks
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.unit import ConvArguments
@@ -129,7 +130,7 @@ def _read(arguments: BlockArguments) -> list[Any]:
         if bn.process_group is not None:
             raise TypeError
         for t in bn[:4]:
-            parts.append(None if t is None else t.numel())
+            parts += (None,) if t is None else (t.numel(), readable_bytes(t))
         parts.append(None if bn.weight is None else bn.weight.dtype)
         parts += (bn.training, bn.momentum, bn.eps, type(bn.momentum), type(bn.eps))
         parts.append(bn.batch_count is None)
@@ -142,7 +143,8 @@ def _read(arguments: BlockArguments) -> list[Any]:
 def _add_conv(conv, parts: list[Any]) -> None:
     """Adds what `_check` reads of `ConvArguments`."""
     weight, _, stride, padding, dilation, groups = conv
-    parts += (weight.shape, weight.dtype, weight.device, stride, padding, dilation, groups)
+    parts += (weight.shape, weight.dtype, weight.device, readable_bytes(weight))
+    parts += (stride, padding, dilation, groups)
     parts += map(type, (*stride, *padding, *dilation, groups))  # `True == 1`
 
 
@@ -206,11 +208,15 @@ def geometry_of(conv) -> Conv:
 
 
 def _check_norm(bn: BatchNorm, shape: Sequence[int], context: StageContext) -> None:
-    for t in (bn.weight, bn.bias, bn.running_mean, bn.running_var):
-        if t is not None and t.numel() != shape[1]:
+    names = "bn_weight", "bn_bias", "running_mean", "running_var"
+    for name, t in zip(names, (bn.weight, bn.bias, bn.running_mean, bn.running_var), strict=True):
+        if t is None:
+            continue
+        if t.numel() != shape[1]:
             raise ValueError(
                 f"x: expected {t.numel()} channels to match the block's batch norm, got {shape[1]}"
             )
+        check_storage(name, t)
     stream, dtype = context.stream_dtype, context.dtype
     if bn.weight is not None and bn.weight.dtype not in (stream, dtype):
         checks.check_parameter_dtype("bn_weight", bn.weight, stream)
@@ -223,3 +229,4 @@ def _check_weight(conv: ConvArguments, shape: Sequence[int], context: StageConte
         raise ValueError(f"x: expected device {weight.device} to match the block, got {device}")
     if weight.dtype != context.dtype and not context.is_autocast:
         checks.check_parameter_dtype("conv_weight", weight, context.stream_dtype)
+    check_storage("conv_weight", weight)

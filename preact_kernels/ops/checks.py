@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Conv, samples_of
+from preact_kernels.kernels.layout import check_storage, readable_bytes
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -17,8 +18,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_tensor(name: str, value: Any) -> None:
-    """Checks for a strided floating point tensor, all of whose elements have memory."""
+def check_metadata(name: str, value: Any) -> None:
+    """Checks for a strided floating point tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
@@ -29,31 +30,12 @@ def check_tensor(name: str, value: Any) -> None:
             f"{name}: expected dtype float32, float64, bfloat16 or float16, "
             f"got {dtype_name(value.dtype)}"
         )
-    if not torch.compiler.is_compiling():
-        _check_storage(name, value)
 
 
-def _check_storage(name: str, value: Tensor) -> None:
-    """Checks that a storage was neither freed nor cut, as FSDP and offloading do."""
-    try:
-        given, least = value.untyped_storage().nbytes(), value.nbytes
-    except RuntimeError:  # a tensor of torch.func, or one of symbolic sizes
-        return
-    if given >= least and value.storage_offset() == 0 and _is_dense(value):
-        return
-    elements = value.storage_offset() + 1
-    for size, stride in zip(value.shape, value.stride(), strict=True):
-        elements += (size - 1) * stride
-    expected = elements * value.element_size()
-    if given < expected and value.numel() > 0:
-        raise ValueError(f"{name}: expected a storage of {expected} bytes, got {given}")
-
-
-def _is_dense(t: Tensor) -> bool:
-    """Whether all elements are in NCHW or NHWC order without gaps, for two dimensions of images."""
-    if t.is_contiguous():
-        return True
-    return t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
+def check_tensor(name: str, value: Any) -> None:
+    """Checks for a strided floating point tensor, all of whose elements have memory."""
+    check_metadata(name, value)
+    check_storage(name, value)
 
 
 _AXES = {3: "[N, C, L]", 4: "[N, C, H, W]", 5: "[N, C, D, H, W]"}
@@ -158,6 +140,8 @@ def pair(name: str, value: Any, *, minimum: int, axes: int = 2) -> tuple[int, ..
         raise TypeError(f"{name}: expected an int or {_COUNTS[axes]}, got {value!r}")
     if min(values) < minimum:
         raise ValueError(f"{name}: expected at least {minimum}, got {value!r}")
+    if max(values) >= 2**31:
+        raise ValueError(f"{name}: expected less than 2**31, got {value!r}")
     return tuple(values)
 
 
@@ -210,8 +194,6 @@ def geometry(
         padding = _named_padding(padding, stride, extents)
     else:
         padding = pair("padding", padding, minimum=0, axes=axes)
-        if max(padding) >= 2**31:
-            raise ValueError(f"padding: expected less than 2**31, got {padding}")
     return None if padding is None else Conv(stride, padding, dilation, groups)
 
 
@@ -319,8 +301,7 @@ def described(values: Iterable) -> list:
         if kind in _PLAIN:
             parts += (kind, v)
         elif isinstance(v, Tensor):
-            nbytes = v.untyped_storage().nbytes()
-            parts += (v.shape, v.stride(), v.storage_offset(), nbytes, v.dtype, v.device)
+            parts += (v.shape, v.stride(), v.dtype, v.device, readable_bytes(v))
         elif kind is tuple:
             kinds = tuple(map(type, v))
             if not _PLAIN.issuperset(kinds):

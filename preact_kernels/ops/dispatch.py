@@ -331,7 +331,7 @@ def backend_for(
         ValueError: an argument is out of range.
         BackendError: the backend that was named cannot serve the dtype or the device.
     """
-    checks.check_tensor("conv_weight", conv_weight)
+    checks.check_metadata("conv_weight", conv_weight)
     checks.check_conv_weight(conv_weight, groups)
     conv = checks.geometry(conv_weight.shape[2:], stride, padding, dilation, groups)
     try:

@@ -4,6 +4,7 @@ Without a GPU they run on the host (`tests/kernels/cuda_on_host/`), by the same 
 """
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -151,6 +152,26 @@ def test_an_op_that_runs_out_of_memory_raises_the_error_of_pytorch(message, expe
         with pytest.raises(RuntimeError) as raised:
             ops.op.default(1)
         assert type(raised.value) is expected and str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("takes_work", "expected"), [(True, torch.OutOfMemoryError), (False, RuntimeError)]
+)
+def test_an_allocation_that_failed_for_another_reason_is_no_lack_of_memory(
+    takes_work, expected, monkeypatch
+):
+    """torch 2.11 does not say what failed."""
+    header = Path(build.ROOT, "csrc/host/tensors.h").read_text()
+    (end,) = re.findall(r'fail\(kDevice, " (out of memory\..*)"\);', header)
+
+    def op():
+        raise RuntimeError(f"CUDA {end}")
+
+    monkeypatch.setattr(cuda, "_takes_work", lambda: takes_work)
+    ops = cuda.LibraryOps(types.SimpleNamespace(op=types.SimpleNamespace(default=op)))
+    with pytest.raises(RuntimeError) as raised:
+        ops.op.default()
+    assert type(raised.value) is expected
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):

@@ -133,6 +133,35 @@ def test_a_storage_that_was_freed_or_cut_is_refused_though_the_call_passed_befor
         pk.bn_relu_conv2d(**arguments)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("bn1.weight", "bn_weight"),
+        ("bn2.running_var", "running_var"),
+        ("conv2.weight", "conv_weight"),
+    ],
+)
+@pytest.mark.parametrize("channels", [10, 16])  # PyTorch's convolutions, and fused ones
+def test_a_block_and_a_stage_refuse_a_storage_that_was_freed(channels, name, argument, backend):
+    for wrap in (lambda block: block, lambda block: pk.PreActStage([block, block])):
+        block = pk.PreActBasicBlock(channels, channels)
+        model, x = wrap(block), torch.randn(2, channels, 5, 4)
+        with pk.use_backend(backend):
+            model(x)
+            block.state_dict()[name].untyped_storage().resize_(0)
+            with pytest.raises(ValueError, match=f"^{argument}: expected a storage of "):
+                model(x)
+
+
+def test_a_weight_that_was_freed_before_the_backward_is_refused():
+    module = pk.BNReLUConv2d(10, 10, 3, padding=1)
+    y = module(torch.randn(2, 10, 5, 4, requires_grad=True))
+    module.conv.weight.data.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"^conv_weight: expected a storage of "):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_a_storage_holds_all_elements(memory_format, offset):
