@@ -51,6 +51,7 @@ def attempts_of(tmp_path_factory):
     ("threads", "cases"),
     [
         pytest.param(1, QUICK, id="quick"),
+        pytest.param(3, ["bn_relu_conv2d-nhwc"], id="quick_3_threads"),  # buffers of threads
         pytest.param(1, SLOW, id="every_case", marks=pytest.mark.slow),
         pytest.param(3, SLOW, id="3_threads", marks=pytest.mark.slow),
     ],
@@ -60,7 +61,7 @@ def test_a_step_without_memory_is_an_error_that_leaves_no_trace(threads, cases, 
     for case, attempts in attempts_of(threads, cases).items():
         *failed, last = attempts
         assert not last.error and last.has_counted
-        directions = [a.error.split()[3].strip(":") for a in failed]
+        directions = [a.error.split()[3].strip(":") for a in failed if a.error]
         least = 1 if case == "bn_relu-nhwc" else 3  # whose output is its only allocation
         assert min(directions.count("forward"), directions.count("backward")) >= least, case
         for index, attempt in enumerate(attempts):

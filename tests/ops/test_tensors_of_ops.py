@@ -1,0 +1,166 @@
+"""An op refuses a tensor that it cannot read, by the name of its argument."""
+
+import re
+
+import pytest
+import torch
+
+from preact_kernels.kernels import cpu
+from tests.kernels.cuda_on_host import serve_cpu
+from tests.ops import random_calls
+from tests.ops.random_arguments import tensors_in
+
+
+def cut(t, left=-1):
+    t = t.clone()
+    t.untyped_storage().resize_(left % t.nbytes)
+    return t
+
+
+def cut_behind_an_offset(t):
+    """The storage has enough bytes for a tensor that begins it."""
+    t = t.new_empty(t.numel() + 1).as_strided(t.shape, t.stride(), 1).copy_(t)
+    t.untyped_storage().resize_(t.nbytes)
+    return t
+
+
+def freed(t):
+    return cut(t, 0)
+
+
+def flat(t):
+    return t.flatten()
+
+
+def of_integers(t):
+    return t.to(torch.int64)
+
+
+def strided(t):
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def sparse(t):
+    return t.to_sparse()
+
+
+def meta(t):
+    return t.to("meta")
+
+
+# What the errors say.
+REGISTERED = {
+    cut: "a storage of",
+    cut_behind_an_offset: "a storage of",
+    flat: "",
+    of_integers: "",
+    freed: "a storage of",
+}
+# PyTorch's dispatcher refuses sparse tensors for the registered ops, and takes meta tensors.
+NATIVE = {**REGISTERED, strided: "", sparse: "a strided tensor", meta: "a CPU tensor"}
+DAMAGE = {
+    "preact_kernels_cpu": NATIVE,
+    "preact_kernels_cuda": NATIVE,
+    "preact_kernels:reference": REGISTERED,
+    "preact_kernels:cpu": REGISTERED,
+}
+LEFT_OUT = {("preact_kernels_cuda", "conv_bias")}  # that no valid call has
+TAKE_ANY_SHAPE = ("dropout_", "dropout_bits", "norm_act_conv_is_served")
+TAKE_ANY_STRIDES = ("conv_weight", "conv_weights", "negated")
+
+
+def is_valid(damaged, op, name, t):
+    """Whether the op takes the tensor with this damage too."""
+    if damaged is flat:
+        is_vector = t.dim() < 3 and "sums" not in name  # with a row for each image, or without
+        return op.name in TAKE_ANY_SHAPE or is_vector
+    return damaged is strided and name in TAKE_ANY_STRIDES
+
+
+def doubles(tensors):
+    return [t.double() for t in tensors]
+
+
+def longer(tensors):
+    return [torch.cat([t, t]) for t in tensors]
+
+
+def no_tensors(_):
+    return []
+
+
+def no_tensor(_):
+    return None
+
+
+def valid_call(name, ops, index):
+    """Of some calls of an op the one with most tensors: of all arguments that may be None."""
+    calls = [random_calls.draw(name, ops, 0, index + i * len(ops), damages=0) for i in range(40)]
+    return max(calls, key=lambda call: sum(map(bool, map(tensors_in, call.arguments.values()))))
+
+
+def refusal(call, name, value):
+    """The error of a call with another value of an argument, or what it returned instead."""
+    try:
+        random_calls.run(call._replace(arguments={**call.arguments, name: value}))
+    except Exception as error:
+        return str(error)
+    return "returned"
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_tensor_that_an_op_cannot_read_is_refused_by_its_name(name):
+    if "cuda" in name and not serve_cpu.install():
+        pytest.skip("the CUDA kernels do not run on the host here")
+    if "cpu" in name and cpu.load_error():
+        pytest.skip(f"backend cpu: {cpu.load_error()}")
+    wrong = []
+    with random_calls.selected(name) as ops:
+        for index, op in enumerate(ops):
+            call = valid_call(name, ops, index)
+            random_calls.run(call)
+            for p in op.parameters:
+                if "Tensor" not in p.kind or (name, p.name) in LEFT_OUT:
+                    continue
+                given = call.arguments[p.name]
+                first, *others = tensors_in(given)
+                for damaged, message in DAMAGE[name].items():
+                    if is_valid(damaged, op, p.name, first):
+                        continue
+                    t = damaged(first)
+                    found = refusal(call, p.name, [t, *others] if isinstance(given, list) else t)
+                    if not re.match(rf"{p.name}(\[0\])?: expected {message}", found):
+                        wrong.append(f"{op.name}, {p.name} {damaged.__name__}: {found[:100]}")
+                        break  # the next may end the process
+                if isinstance(given, list):
+                    found = refusal(call, p.name, others)
+                    if not re.match(r"\w+: expected \d+ tensors", found):
+                        wrong.append(f"{op.name}, {p.name} shorter: {found[:100]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
+@pytest.mark.parametrize(
+    ("op", "changes", "message"),
+    [
+        (
+            "norm_act_conv_forward",
+            {"conv_weight": lambda w: torch.cat([w, w], 1)},
+            "conv_weight: expected in_channels",
+        ),
+        ("block_run_backward", {"y": torch.Tensor.double}, "y: expected the dtype of g or step_x"),
+        ("block_run_backward", {"inputs": doubles}, "inputs: expected the dtype of"),
+        ("block_run_backward", {"means": no_tensors, "variances": no_tensors}, "means: expected"),
+        ("block_run_backward", {"units_per_block": lambda _: 1}, "y: expected none beside blocks"),
+        ("norm_act_conv_backward", {"step_x": no_tensor}, "skip: expected none without a step"),
+        ("running_stats_update", {"batch": longer}, r"batch: expected shape \["),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_refused(op, changes, message):
+    name = "preact_kernels_cpu"
+    with random_calls.selected(name) as ops:
+        call = valid_call(name, ops, [o.name for o in ops].index(op))
+        changed = {n: change(call.arguments[n]) for n, change in changes.items()}
+        call = call._replace(arguments=call.arguments | changed)
+        with pytest.raises(RuntimeError, match=f"^{message}"):
+            random_calls.run(call)
