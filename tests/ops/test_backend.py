@@ -290,6 +290,13 @@ def test_backend_for_names_what_is_wrong(weight, options, error, message):
         pk.backend_for(weight, **options)
 
 
+def test_backend_for_names_the_device_that_the_selected_backend_does_not_serve():
+    with pk.use_backend("triton" if "triton" in pk.available_backends() else "cpu"):
+        message = "device: expected a tensor on .*, got meta"
+        with pytest.raises(pk.BackendError, match=message):
+            pk.backend_for(torch.empty(16, 16, 1, 1), device="meta")
+
+
 @pytest.mark.parametrize("compiler", ["CC", "gcc", "clang", None])
 def test_triton_without_a_c_compiler_is_not_available(compiler, monkeypatch):
     monkeypatch.setattr(backends, "_IS_TRITON_INTERPRETED", False)

@@ -24,6 +24,13 @@ def cut_behind_an_offset(t):
     return t
 
 
+def cut_with_gaps(t):
+    """The storage has enough bytes for a dense tensor."""
+    spread = strided(t)
+    spread.untyped_storage().resize_(t.nbytes)
+    return spread
+
+
 def freed(t):
     return cut(t, 0)
 
@@ -52,6 +59,7 @@ def meta(t):
 REGISTERED = {
     cut: "a storage of",
     cut_behind_an_offset: "a storage of",
+    cut_with_gaps: "a storage of",
     flat: "",
     of_integers: "",
     freed: "a storage of",
