@@ -172,3 +172,10 @@ def test_tensors_that_do_not_fit_together_are_refused(op, changes, message):
         call = call._replace(arguments=call.arguments | changed)
         with pytest.raises(RuntimeError, match=f"^{message}"):
             random_calls.run(call)
+
+
+def test_running_statistics_that_share_memory_are_refused_before_any_is_written():
+    running = [torch.zeros(8), torch.zeros(1).expand(8)]
+    with pytest.raises(ValueError, match=r"^running\[1\]: expected elements that share no memory"):
+        torch.ops.preact_kernels.running_stats_update(running, [torch.ones(8)] * 2, 0.1)
+    assert not running[0].any()
