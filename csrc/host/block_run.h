@@ -43,14 +43,14 @@ inline void check_count(const char* name, const std::vector<Tensor>& tensors, si
 }
 
 inline void check_run(const BlockRun& run) {
-  PK_CHECK(run.units_per_block > 0 && run.units() > 0 && run.units() % run.units_per_block == 0,
-           "units_per_block: expected a divisor of ", run.units(), " units, got ",
-           static_cast<int64_t>(run.units_per_block));
-  PK_CHECK(run.eps.size() == run.units(), "eps: expected ", run.units(), " values, got ",
-           run.eps.size());
   check_count("bn_weights", run.bn_weights, run.units());
   check_count("bn_biases", run.bn_biases, run.units());
   check_count("variances", run.variances, run.means.size());
+  PK_CHECK(run.eps.size() == run.units(), "eps: expected ", run.units(), " values, got ",
+           run.eps.size());
+  PK_CHECK(run.units_per_block > 0 && run.units() > 0 && run.units() % run.units_per_block == 0,
+           "units_per_block: expected a divisor of ", run.units(), " units, got ",
+           static_cast<int64_t>(run.units_per_block));
 }
 
 // Returns y, its mean and var (without values unless `with_stats`); means and variances of all
