@@ -89,7 +89,7 @@ def strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
     return tuple(found)
 
 
-def readable_bytes(t: Tensor) -> int:
+def readable_bytes(t: Tensor) -> int | torch.SymInt:
     """The bytes of a tensor's storage.
 
     Behind an offset, those from there on, and at most those of the elements: the same for all
