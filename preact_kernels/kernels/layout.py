@@ -121,7 +121,7 @@ def check_storage(name: str, t: Tensor) -> None:
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Whether all elements are in NCHW or NHWC order without gaps, for two dimensions of images."""
+    """Whether elements are in NCHW or NHWC order without gaps; NDHWC is left out."""
     if t.is_contiguous():
         return True
     return t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
