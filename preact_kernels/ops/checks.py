@@ -140,8 +140,6 @@ def pair(name: str, value: Any, *, minimum: int, axes: int = 2) -> tuple[int, ..
         raise TypeError(f"{name}: expected an int or {_COUNTS[axes]}, got {value!r}")
     if min(values) < minimum:
         raise ValueError(f"{name}: expected at least {minimum}, got {value!r}")
-    if max(values) >= 2**31:
-        raise ValueError(f"{name}: expected less than 2**31, got {value!r}")
     return tuple(values)
 
 
@@ -194,6 +192,8 @@ def geometry(
         padding = _named_padding(padding, stride, extents)
     else:
         padding = pair("padding", padding, minimum=0, axes=axes)
+        if max(padding) >= 2**31:
+            raise ValueError(f"padding: expected less than 2**31, got {padding}")
     return None if padding is None else Conv(stride, padding, dilation, groups)
 
 

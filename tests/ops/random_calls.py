@@ -60,6 +60,7 @@ OF_DISPATCHER = (
 OF_PYTORCH = (
     r"value cannot be converted to type \w+ without overflow",
     r"(.*DefaultCPUAllocator: can't allocate|out of) memory",
+    r"could not create a primitive descriptor",  # of a convolution with an enormous stride
 )
 # What no message contains: files of the sources and of the build, and internals.
 INTERNALS = r"csrc|\w\.(h|cuh|cpp|cu|py|so)\b|aoti_torch|API call failed|'NoneType' object"
