@@ -249,16 +249,6 @@ def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tenso
     return found
 
 
-def _check_running(name: str, t: Tensor | None) -> None:
-    """Raises for running statistics that PyTorch's operators refuse to write."""
-    if t is None or (t.is_contiguous() and not t.requires_grad):
-        return
-    if t.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: expected a tensor that requires no gradient")
-    if t.stride(0) == 0 and t.shape[0] > 1:
-        raise ValueError(f"{name}: expected elements that share no memory, got stride 0")
-
-
 def update_running_statistics(
     kernels: Kernels,
     norms: Sequence[BatchNorm],
@@ -280,8 +270,9 @@ def update_running_statistics(
     if not torch.compiler.is_compiling() and torch_compat.is_in_backward():
         return
     for bn in norms:  # all before any is written
-        _check_running("running_mean", bn.running_mean)
-        _check_running("running_var", bn.running_var)
+        if bn.running_mean is not None and bn.running_var is not None:
+            checks.check_running("running_mean", bn.running_mean)
+            checks.check_running("running_var", bn.running_var)
     by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
     counts = []
     for index, bn in enumerate(norms):

@@ -6,7 +6,6 @@ The arguments of public functions are checked there. What has passed is remember
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from preact_kernels.kernels.contract import ACTIVATIONS, Conv, statistics_dtype
@@ -80,12 +79,9 @@ def _check_running(running: list[Tensor], batch: list[Tensor], momentum: float) 
         raise ValueError(f"batch: expected {len(running)} tensors, got {len(batch)}")
     for index, (r, b) in enumerate(zip(running, batch, strict=True)):
         checks.check_tensor(f"running[{index}]", r)
-        if r.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"running[{index}]: expected a tensor that requires no gradient")
+        checks.check_running(f"running[{index}]", r)
         checks.check_like(f"batch[{index}]", b, "running", r)
         _check_shape(f"batch[{index}]", b, r.shape)
-        if any(s == 0 and n > 1 for s, n in zip(r.stride(), r.shape, strict=True)):
-            raise ValueError(f"running[{index}]: expected elements that share no memory")
 
 
 def _check_shape(name: str, t: Tensor, *shapes: Sequence[int]) -> None:
