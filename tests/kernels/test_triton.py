@@ -37,6 +37,7 @@ if "triton" not in pk.available_backends():
 
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
@@ -469,7 +470,11 @@ def test_a_profiler_sees_launches_of_known_kernels(name, is_chain, monkeypatch):
 
     lookups, prepared = [], {}
     compiled = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
-    driver = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: 0)
+    driver = SimpleNamespace(
+        get_current_stream=lambda device: 0,
+        get_current_device=lambda: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
 
     def looked_up():

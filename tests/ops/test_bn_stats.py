@@ -74,7 +74,7 @@ def test_a_pivot_near_large_constants_has_all_bits(backend):
 
 
 def assert_are_statistics_of_constants(backend, constants):
-    values = torch.tensor(constants)
+    values = torch.tensor(constants, device="cpu")
     x = values.view(1, -1, 1, 1).expand(4, -1, 16, 16)
     x = x.contiguous(memory_format=torch.channels_last)
     mean, var = (t.cpu() for t in kernels(backend, x.dtype).bn_stats(x.to(device_of(backend))))
