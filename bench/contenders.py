@@ -353,9 +353,14 @@ def available(names: Sequence[str], device: torch.device) -> tuple[list[Contende
 
 
 def _anchor_ms(row: Row, group: Sequence[Row]) -> float | None:
-    """Returns the anchor's time in the rounds of a row: from its note, or from the anchor's row."""
+    """Returns the anchor's time in the rounds of a row: from its note, or from the anchor's row.
+
+    A captured step takes the same time whatever the processor does, unlike the anchor: it is
+    compared with the anchor's own row.
+    """
     beside = re.search(rf"{ANCHOR} took ([\d.]+) ms beside this", row.note)
-    if beside:
+    contender = BY_NAME.get(row.contender)
+    if beside and not (contender and contender.graphed):
         return float(beside[1])
     return next((r.median_ms for r in group if r.contender == ANCHOR), None)
 

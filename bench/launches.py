@@ -42,6 +42,7 @@ from bench.records import LaunchRow, read, write
 from preact_kernels.ops.memory_mode import MEMORY_MODES
 
 REPLAYS = 5
+PAUSE_US = 10.0  # the longest between kernels; a longer pause, in a graph, is the profiler's
 FILL = "fill_zeros"
 
 
@@ -179,9 +180,14 @@ def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
 
 
 def losses(rows: Sequence[LaunchRow], most: int = 10, form: str = "simple") -> str:
-    """Formats a line for each of the `most` kernels with the largest losses."""
+    """Formats a line for each of the `most` kernels with the largest losses.
+
+    Those of blocks with a projection are left out, as in `table`.
+    """
     lost = []
     for row in rows:
+        if "projection" in row.stage:
+            continue
         if row.measured_us_per_block is not None and row.copy_gb_s is not None:
             measured_ms = row.measured_us_per_block * row.blocks / 1e3
             bytes_ms = row.bytes_per_block * row.blocks / row.copy_gb_s / 1e6
@@ -245,6 +251,7 @@ def kernels_in(replays: Sequence[Sequence[tuple[str, float, float]]]) -> list[Ke
     """Returns the kernels of one replay with their median times, in the order of their ends.
 
     A dependent kernel may begin before the one ahead, which the profiler also sometimes misses.
+    A pause before a kernel counts up to `PAUSE_US`.
 
     Args:
         replays: name, begin and end in us of every kernel, for each replay.
@@ -263,7 +270,8 @@ def kernels_in(replays: Sequence[Sequence[tuple[str, float, float]]]) -> list[Ke
     for run in runs:
         if tuple(name for name, _, _ in run) == names:
             ends = [run[0][1], *(end for _, _, end in run)]
-            times.append([after - before for before, after in itertools.pairwise(ends)])
+            spans = zip(ends[:-1], run, strict=True)
+            times.append([end - max(ahead, begin - PAUSE_US) for ahead, (_, begin, end) in spans])
     return [
         Kernel(n, statistics.median(us))
         for n, us in zip(names, zip(*times, strict=True), strict=True)

@@ -164,6 +164,7 @@ def headline_table(rows: Sequence[Row]) -> str:
     group = [r for r in _headline_group(rows) if r.correct == "yes"]
     times = relative_times(group)
     timed = [r for r in group if r.contender in times]
+    anchor_ms = next((r.median_ms for r in group if r.contender == ANCHOR), 0)
     rivals = {(times[r.contender], r.saved_bytes) for r in timed if is_rival(r.contender)}
     lines = []
     for r in sorted(timed, key=lambda r: -r.saved_bytes):
@@ -178,14 +179,13 @@ def headline_table(rows: Sequence[Row]) -> str:
                 "keeps": r.memory_mode,
                 "kept for the backward, MiB": _mib(r.saved_bytes),
                 "of eager": _share_of_eager(r, group),
-                "step time": number(own[0], ".2f"),
+                "step, ms": number(own[0] * anchor_ms),
             }
         )
     if not lines:
         return ""
-    anchor_ms = next(r.median_ms for r in group if r.contender == ANCHOR)
-    contents = table(lines, "github")
-    return f"{contents}\n\nStep times are multiples of {ANCHOR}'s, {anchor_ms:,.0f} ms."
+    note = f"Times beside a slower or faster {ANCHOR} are scaled: it took {anchor_ms:,.1f} ms."
+    return f"{table(lines, 'github')}\n\n{note}"
 
 
 def training_table(points: Sequence[CurvePoint], form: str = "github") -> str:
@@ -355,7 +355,7 @@ def gpu_block(folder: Path) -> str:
     for path in sorted(folder.glob(f"*{LAUNCHES}")):
         steps: dict[tuple, list[LaunchRow]] = {}
         for row in read(path, LaunchRow):
-            if row.measured_us_per_block is not None:
+            if row.measured_us_per_block is not None and "projection" not in row.stage:
                 steps.setdefault(row.step, []).append(row)
         sections += [_losses(rows) for rows in steps.values()]
     return "\n\n".join(sections) or "Not measured yet; run `make gpu-report OUT=folder` on a GPU."
@@ -368,12 +368,12 @@ def _losses(rows: Sequence[LaunchRow]) -> str:
         sum(getattr(r, f"{kind}_us_per_block") * r.blocks for r in rows) / 1e3
         for kind in ("measured", "least")
     )
-    stages = ", ".join(sorted({r.stage.split()[0] for r in rows}))
+    stages = ", ".join(sorted({r.stage for r in rows}))
     stream = "" if first.residual_dtype == first.dtype else f", {first.residual_dtype} stream"
     title = (
         f"**{first.device}**, backend {first.backend}: {first.network}, batch {first.batch}, "
-        f"{first.dtype}{stream}, {first.memory}. The kernels of the stages {stages} take "
-        f"{measured_ms:.2f} ms, by bytes and launches at least {least_ms:.2f} ms. "
+        f"{first.dtype}{stream}, {first.memory}. Blocks without a projection, of the stages "
+        f"{stages}, take {measured_ms:.2f} ms, by bytes and launches at least {least_ms:.2f} ms. "
         "The largest losses:"
     )
     return section(title, launches.losses(rows, form="github"), rows)

@@ -328,6 +328,11 @@ def test_a_kernel_takes_from_the_end_of_the_one_ahead_in_equal_replays():
         kernels_in([again, SPANS[:3]])
 
 
+def test_a_pause_of_the_profiler_is_not_time_of_the_kernel_after_it():
+    after_pause = [*SPANS, ("e", 912.0, 915.0), ("f", 916.0, 918.0)]
+    assert kernels_in([after_pause])[-2:] == [Kernel("e", 3 + launches.PAUSE_US), Kernel("f", 3)]
+
+
 PROFILED = [
     Kernel("void preact_kernels::cuda::bn_stats_kernel<float, 4>(Params)", 1.0),
     Kernel("void at::native::vectorized_elementwise_kernel<4, F>(int)", 2.0),
@@ -414,6 +419,7 @@ def test_losses_are_the_time_over_the_bytes_at_copy_bandwidth():
         row("small", 1, 4e6, 2.0),  # 1 us of bytes
         row("large", 100, 4e6, 4.0),
         row("unknown", 100, 4e6, None),
+        dataclasses.replace(row("projection", 100, 4e6, 8.0), stage="1 projection"),
         row("middle", 100, 4e6, 1.25),
     ]
     first, second = launches.losses(rows, most=2).splitlines()[2:]

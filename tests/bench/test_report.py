@@ -23,6 +23,22 @@ def row(contender, case, ms, kept):
     return machine.stamp(found)
 
 
+def test_a_captured_rival_is_compared_although_the_anchor_took_longer_elsewhere():
+    rows = [row(*r) for r in (("fused-store", "resnet-1001", 200.0, 500), ("fused-graph",
+            "resnet-1001", 30.0, 500), ("eager-graph", "resnet-1001", 90.0, 1000),
+            ("compile-graph", "resnet-1001", 70.0, 1000), ("compile-blocks", "resnet-1001",
+            60.0, 1000))]  # fmt: skip
+    for rival in rows[3:]:
+        rival.note = "fused-store took 100.0 ms beside this"
+    (line,) = report.best_rivals(rows)
+    assert "the best rival, compile-graph (70.0 ms), takes 2.33 times as long" in line
+    headline = [line.split("|")[1:-1] for line in report.headline_table(rows).splitlines()]
+    times = {cells[0].strip(" *"): cells[-1].strip() for cells in headline if cells}
+    # compile-blocks, which is not captured, is scaled: 60 ms beside an anchor that took 100.
+    assert times["compile-graph"] == "70.0" and "eager-graph" not in times
+    assert times["fused-graph"] == "30.0" and "compile-blocks" not in times
+
+
 @pytest.fixture
 def pages(tmp_path):
     """A folder of pages with the text `old` in their blocks."""
