@@ -23,6 +23,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import pickle
 import re
 import statistics
 import sys
@@ -330,7 +331,22 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
 
 
 def recorded(a: argparse.Namespace) -> list[StageLaunches]:
-    """Returns the launches; on a GPU machine another process records them: this one runs CUDA."""
+    """Returns the launches: from the file `a.recording` if it has those of these sources."""
+    options = {name: value for name, value in vars(a).items() if name not in ("csv", "recording")}
+    key = repr((measure.source_digest(), sorted(options.items())))
+    if a.recording and a.recording.exists():
+        known, stages = pickle.loads(a.recording.read_bytes())
+        if known == key:
+            return stages
+    stages = _recorded(a)
+    if a.recording:
+        a.recording.parent.mkdir(parents=True, exist_ok=True)
+        a.recording.write_bytes(pickle.dumps((key, stages)))
+    return stages
+
+
+def _recorded(a: argparse.Namespace) -> list[StageLaunches]:
+    """Records the launches; on a GPU machine in another process, as this one runs CUDA."""
     names = "network", "batch", "dtype", "backend", "memory", "residual_dtype", "multiprocessors"
     step = [*(getattr(a, name) for name in names), a.instructions]
     if not torch.cuda.is_available():
@@ -360,6 +376,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         help="count them: takes a minute or two to compile Triton's kernels",
     )
     add("--csv", type=Path, help="file for a row per kernel; keeps rows of other steps")
+    add(
+        "--recording",
+        type=Path,
+        help="file for the launches, read if it has those of these sources and options",
+    )
     a = parser.parse_args(given)
     if a.multiprocessors is None:
         gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None

@@ -174,6 +174,15 @@ def _end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def accept_interrupts() -> None:
+    """Ends ignoring SIGINT, as a process does that was started in the background.
+
+    The processes that it starts would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def run_process(
     command: Sequence[str], seconds: float, grace_s: float = 5, **options
 ) -> int | None:
@@ -184,8 +193,7 @@ def run_process(
     Returns:
         The exit status; None if the command ran out of time.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the command inherits SIG_IGN
+    accept_interrupts()
     options = {"cwd": ROOT, "start_new_session": True, **options}
     process = subprocess.Popen(command, preexec_fn=_end_with_parent, **options)
     try:

@@ -1,6 +1,5 @@
 """The report of a GPU machine: failing or hanging parts stop no others; libraries are current."""
 
-import itertools
 import os
 import re
 import shutil
@@ -33,7 +32,7 @@ def test_every_part_leaves_its_output_and_a_line(tmp_path, capfd):
     assert report.has_failed
     slow = "import time\nprint('= 3 failed, 5 passed =')\nprint('a warning', flush=True)\n"
     report.has_failed = False
-    assert report.run(Part("tests 1", ["-c", slow + "time.sleep(60)"], 3)) is None
+    assert report.run(Part("tests", ["-c", slow + "time.sleep(60)"], 3)) is None
     assert report.has_failed
     assert report.run(Part("quiet", ["-c", "print('three')"], 50)) == 0
     report.end_s = 0
@@ -41,7 +40,7 @@ def test_every_part_leaves_its_output_and_a_line(tmp_path, capfd):
     first, second, third, fourth, last = summary(tmp_path)
     assert re.fullmatch(r"first: ok after \d+ s: two", first)
     assert re.fullmatch(r"second: exit status 7 after \d+ s: bad", second)
-    assert re.fullmatch(r"tests 1: out of time after \d+ s: 3 failed, 5 passed", third)
+    assert re.fullmatch(r"tests: out of time after \d+ s: 3 failed, 5 passed", third)
     assert re.fullmatch(r"quiet: ok after \d+ s: three", fourth)
     assert last == "late: no time left"
     log = (tmp_path / "log.txt").read_text()
@@ -89,23 +88,24 @@ def test_libraries_of_other_sources_or_that_do_not_load_are_built_again(tree, na
 
 
 def test_every_file_of_tests_that_is_named_exists():
-    for name in (*itertools.chain(*gpu_report.KERNEL_TESTS), *gpu_report.WITHOUT_GPU):
+    for name in (*gpu_report.KERNEL_TESTS, *gpu_report.WITHOUT_GPU):
         assert os.path.exists(gpu_report.ROOT / "tests" / f"{name}.py"), name
 
 
-TESTS = ["check", "tests 1", "tests 2", "tests 3", "tests 4"]
+TESTS = ["check", "tests", "memcheck"]
 MEASURED = [
     *("ceilings", "first bench", "launches of cuda", "launches of triton"),
-    *("bench", "bench of triton", "converted", "rivals", "hotspots", "other tests"),
+    *("bench of triton", "bench", "converted", "rivals", "hotspots"),
 ]
-NEEDS_GPU = {"ceilings", "first bench", "bench of triton"}
+NEEDS_GPU = {"memcheck", "ceilings", "first bench", "bench of triton"}
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with processes that only take a share of their limit.
 
-    Records commands, environments and limits by part, in order.
+    Records commands, environments and limits by part, in order. Parts that run together take the
+    time of the longest.
     """
     found = types.SimpleNamespace(
         commands={}, environments={}, limits={}, share=0.1, late=(), now_s=0.0, has_gpu=True
@@ -116,6 +116,15 @@ def machine(monkeypatch):
         found.part = part.name
         return run(self, part, later)
 
+    def run_together(self, parts):
+        begin_s, ended, ends_s = found.now_s, {}, [found.now_s]
+        for part in parts:
+            found.now_s = begin_s
+            ended[part.name] = self.run(part)
+            ends_s.append(found.now_s)
+        found.now_s = max(ends_s)
+        return ended
+
     def run_process(command, seconds, grace_s, **options):
         found.commands[found.part], found.limits[found.part] = command, seconds
         found.environments[found.part] = options["env"]
@@ -124,6 +133,7 @@ def machine(monkeypatch):
         return None if is_late else 0
 
     monkeypatch.setattr(Report, "run", run_part)
+    monkeypatch.setattr(Report, "run_together", run_together)
     monkeypatch.setattr(measure, "run_process", run_process)
     monkeypatch.setattr(gpu_report.time, "monotonic", lambda: found.now_s)
     monkeypatch.setattr(gpu_report, "is_built", lambda: True)
@@ -138,7 +148,7 @@ def machine(monkeypatch):
 def test_the_most_important_parts_come_first(machine, tmp_path):
     assert gpu_report.main([str(tmp_path)]) == 0
     assert list(machine.commands) == ["libraries", *TESTS, *MEASURED]
-    assert sorted(os.listdir(tmp_path)) == ["log.txt", "summary.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["log.txt", "passed.txt", "summary.txt"]
     assert [line.split(":")[0] for line in summary(tmp_path)] == [
         "sources", "build", "libraries", *TESTS, *MEASURED,
     ]  # fmt: skip
@@ -147,8 +157,17 @@ def test_the_most_important_parts_come_first(machine, tmp_path):
 def test_a_dry_run_has_the_parts_that_need_no_gpu(machine, tmp_path):
     machine.has_gpu = False
     assert gpu_report.main([str(tmp_path)]) == 0
-    parts = [part for part in MEASURED if part not in NEEDS_GPU]
-    assert list(machine.commands) == ["libraries", *TESTS, *parts]
+    parts = [part for part in (*TESTS, *MEASURED) if part not in NEEDS_GPU]
+    assert list(machine.commands) == ["libraries", *parts]
+
+
+def test_for_another_machine_all_is_built_that_takes_long(machine, tmp_path):
+    machine.has_gpu = False
+    assert gpu_report.main([str(tmp_path), "--only-build"]) == 0
+    recordings = [f"recording of {backend}" for backend in ("cuda", "triton")]
+    assert list(machine.commands) == ["libraries", "probes", *recordings]
+    for name, backend in zip(recordings, ("cuda", "triton"), strict=True):
+        assert machine.commands[name][-2:] == gpu_report.recording(backend)
 
 
 def test_the_commands_are_understood(machine, tmp_path):
@@ -157,7 +176,7 @@ def test_the_commands_are_understood(machine, tmp_path):
     for part, resumes, contenders in (
         ("first bench", False, GROUPS["uncompiled"]),
         ("bench", True, None),
-        ("bench of triton", False, ("fused-store", "fused-graph", "fused-rebuild")),
+        ("bench of triton", False, ("fused-store", "fused-graph", "fused-rebuild-graph")),
     ):
         assert machine.commands[part][1:3] == ["-m", "bench"]
         a = bench.arguments(options[part])
@@ -169,6 +188,7 @@ def test_the_commands_are_understood(machine, tmp_path):
         a = launches.arguments(options[part])
         assert (a.backend, a.csv) == (backend, tmp_path / f"nvidia-h200{LAUNCHES}")
         assert machine.environments[part]["TEARDOWN_CUPTI"] == "0"
+        assert a.recording == gpu_report.ROOT / "build" / f"launches-{backend}.pickle"
     named = [part for part, e in machine.environments.items() if "PREACT_KERNELS_BACKEND" in e]
     assert named == ["bench of triton"]
     assert set(gpu_report.CONVERTED_MODELS) < set(converted.CASES)
@@ -197,9 +217,8 @@ def test_benchmarks_that_are_killed_leave_time_to_the_parts_behind_them(machine,
 SUMMARY = """sources: abc on NVIDIA H200
 build: ok after 60 s: done
 check: ok after 40 s: all results are right; 39 s
-tests 1: ok after 20 s: 700 passed in 18 s
-tests 2: out of time after 40 s: 3 failed, 200 passed in 39 s
-tests 3: exit status 1 after 20 s: 1 failed, 100 passed in 19 s
+memcheck: out of time after 140 s: 20 passed in 139 s
+tests: exit status 1 after 20 s: 1 failed, 100 passed in 19 s
 ceilings: ok after 20 s: done
 a line that no part has
 launches of cuda: exit status 1 after 20 s: done
@@ -215,15 +234,62 @@ def test_a_report_that_resumes_keeps_the_rows_and_the_parts_that_ended(machine, 
     for name in ("a-gpu.csv", "log.txt"):
         (earlier / name).write_text("rows")
     (earlier / "summary.txt").write_text(SUMMARY)
-    assert gpu_report.main([str(out), "--resume", str(earlier)]) == 1  # tests 3 failed
+    assert gpu_report.main([str(out), "--resume", str(earlier)]) == 1  # a test failed
     again = [part for part in MEASURED if part not in ("ceilings", "launches of triton")]
-    assert list(machine.commands) == ["libraries", "tests 2", "tests 4", *again]
-    assert machine.limits["tests 2"] == 3 * 19  # includes the time of tests 1 and 3
+    assert list(machine.commands) == ["libraries", "memcheck", *again]
     assert "--resume" in machine.commands["bench"] and "--resume" in machine.commands["converted"]
     lines = SUMMARY.splitlines()
-    assert {lines[i] for i in (0, 2, 3, 5, 6, 9)} < set(summary(out))  # a later report can resume
+    assert {lines[i] for i in (0, 2, 4, 5, 8)} < set(summary(out))  # a later report can resume
     assert lines[-1] not in summary(out)
-    assert sorted(os.listdir(out)) == ["a-gpu.csv", "log.txt", "summary.txt"]
+    assert sorted(os.listdir(out)) == ["a-gpu.csv", "log.txt", "passed.txt", "summary.txt"]
+
+
+def test_tests_that_had_no_time_run_again_without_those_that_passed(machine, tmp_path, monkeypatch):
+    ran = []
+    run_process = measure.run_process
+
+    def run_tests(command, seconds, *args, stdout, **options):
+        if "pytest" in command:
+            ran.append((tmp_path / "passed.txt").read_text().splitlines())
+            stdout.write(b"[gw1] [ 5%] PASSED tests/a.py::test_b[(1, 2)-x] \n")
+            stdout.write(b"[gw0] [ 5%] FAILED tests/a.py::test_c \n")
+            stdout.write(b"tests/a.py::test_d SKIPPED (no GPU)  [ 7%]\n")
+        return run_process(command, seconds, *args, stdout=stdout, **options)
+
+    monkeypatch.setattr(measure, "run_process", run_tests)
+    machine.late = ("tests",)
+    passed = ["--deselect=tests/a.py::test_b[(1, 2)-x]", "--deselect=tests/a.py::test_d"]
+    gpu_report.main([str(tmp_path)])
+    assert ran == [[], passed]
+    assert f"@{tmp_path}/passed.txt" in machine.commands["tests"]
+    assert machine.limits["tests"] > 150  # what was left in the end
+    gpu_report.main([str(tmp_path), "--resume", str(tmp_path)])
+    assert ran[2] == 2 * passed
+    machine.late = ()
+    gpu_report.main([str(tmp_path)])  # does not resume
+    assert ran[4:] == [[]]
+
+
+def test_parts_that_compare_run_at_the_same_time(tmp_path):
+    wait = "import pathlib, time\npathlib.Path({!r}).touch()\n"
+    wait += "while not pathlib.Path({!r}).exists(): time.sleep(0.01)\nprint('met')"
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    parts = [
+        Part("a", ["-c", wait.format(one, two)], 50, compares=True),
+        Part("b", ["-c", wait.format(two, one)], 50, compares=True),
+    ]
+    assert Report(tmp_path, seconds=100).run_together(parts) == {"a": 0, "b": 0}
+    assert all(re.fullmatch(r"[ab]: ok after \d+ s: met", line) for line in summary(tmp_path))
+    assert (tmp_path / "log.txt").read_text().count("\nmet\n") == 2
+
+
+def test_a_sanitizer_that_runs_out_of_time_has_found_no_fault(tmp_path):
+    report = Report(tmp_path, seconds=100)
+    script = "print('not passed: memcheck (exit status 124); 124 and 137 are out of time')\nexit(2)"
+    assert report.run(Part("memcheck", ["-c", script], 50)) is None
+    assert not report.has_failed
+    report.run(Part("memcheck", ["-c", script.replace("124)", "1)")], 50))
+    assert report.has_failed
 
 
 @pytest.mark.parametrize("sources", ["def on NVIDIA H200", "abc on NVIDIA H100"])

@@ -408,6 +408,24 @@ def test_measured_times_are_beside_lower_bounds_unless_a_stage_fails(
     assert "stage 1: kernels not measured: the profiler saw no kernels" in printed
 
 
+def test_a_recording_serves_the_same_sources_and_options_alone(tmp_path, monkeypatch):
+    def recorded_with(*options):
+        calls.clear()
+        return recorded(arguments(["--recording", str(tmp_path / "sub" / "x"), *options]))
+
+    calls = []
+    monkeypatch.setattr(launches.dry_run, "dry_run", lambda *a: calls.append(a) or list(a[1:3]))
+    stages = recorded_with()
+    assert calls
+    assert recorded_with() == recorded_with("--csv", "rows.csv") == stages
+    assert not calls
+    assert recorded_with("--batch", "64") != stages
+    assert calls
+    monkeypatch.setattr(launches.measure, "source_digest", lambda: "other")
+    recorded_with("--batch", "64")
+    assert calls
+
+
 def test_losses_are_the_time_over_the_bytes_at_copy_bandwidth():
     def row(kernel, blocks, bytes_per_block, measured_us):
         return LaunchRow(
