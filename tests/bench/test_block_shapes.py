@@ -1,6 +1,7 @@
 """Block shapes: changes, the launches that have them, and rows of changes that run or fail."""
 
 import concurrent.futures
+import functools
 import pickle
 
 import pytest
@@ -11,11 +12,13 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 pytest.importorskip("triton")
 
-from bench import block_shapes, measure, report
-from bench.block_shapes import Change, Step, applied, kernels, main, product, table, used, variants
+from bench import block_shapes, launches, measure, report
+from bench.block_changes import Change, Step, applied, kernels, product, used, variants
+from bench.block_shapes import main, table
 from bench.contenders import Network
 from bench.records import BLOCK_SHAPES, BlockShapeRow, read
 from preact_kernels.kernels.triton.configurations import ConvBlocks, Device
+from preact_kernels.ops import dispatch
 
 HOPPER = Device(90, 132, 227 * 1024)
 
@@ -27,25 +30,20 @@ def hopper(monkeypatch):
         monkeypatch.setattr(product(name), "properties", lambda device: HOPPER)
 
 
+@functools.cache
 def kernels_of(network="resnet-1001", batch=128, dtype=torch.bfloat16):
     return list(kernels(Step(Network.named(network), batch, dtype)))
 
 
 def test_every_kernel_of_a_block_is_changed():
-    names = [
-        f"{k.stage + 1} {block_shapes.NAMES[k.part].format(k.place + 1)}" for k in kernels_of()
-    ]
-    apart = {"3 B2", "3 B3"}
-    one_pass = [f"{s} {n}" for s in "123" for n in ("F1", "B1", "F2", "B2", "F3", "B3")]
-    assert names == [
-        name
-        for n in one_pass
-        for name in ([f"{n} input", f"{n} weight"] if n in apart else [n])
-    ]  # fmt: skip
+    names = [f"{k.stage + 1} {k.name}" for k in kernels_of()]
+    last = ["3 F1", "3 B1", "3 F2", "3 B2 input", "3 B2 weight"]
+    last += ["3 F3", "3 B3 input", "3 B3 weight"]
+    firsts = [f"{s} {d}{n}" for s in "12" for n in "123" for d in "FB"]
+    assert names == [*firsts, *last]
     assert {k.stage for k in kernels_of("imagenet-resnet-50")} == {0}  # the others are not fused
-    assert [k.place for k in kernels_of("resnet-20", 1, torch.float32) if k.part == "forward"] == [
-        0, 0, 0
-    ]  # fmt: skip
+    assert {k.place for k in kernels_of("resnet-20")} == {0}  # the second one is the same
+    assert kernels_of("resnet-11") == []  # only blocks with a projection
 
 
 def test_changes_are_valid_and_say_all_that_they_change():
@@ -151,6 +149,27 @@ def test_a_kernel_that_the_change_would_not_launch_is_said(monkeypatch):
     with pytest.raises(RuntimeError, match="not launched"), applied(change):
         pass
     assert backward.conv_backward is chosen
+
+
+def test_a_time_is_that_of_a_block_of_a_stage_with_the_change(monkeypatch):
+    kernel = next(k for k in kernels_of() if k.part == "both")
+    change, stage, times = next(variants(kernel)), [None] * 4, iter([3.0, 2.0, *[5.0] * 100])
+
+    def captured(given, x):
+        assert (given, x) == (stage, "x")
+        assert dispatch.current() == "triton"
+        return used(kernel)[kernel.part]
+
+    monkeypatch.setattr(block_shapes, "short_stage", lambda *which: (stage, "x"))
+    monkeypatch.setattr(launches, "captured", captured)
+    replayed = []
+    monkeypatch.setattr(
+        measure, "time_once_ms", lambda replay, device: replayed.append(replay) or next(times)
+    )
+    assert block_shapes.us_per_block(None, 4, 0, change) == 500  # of the shortest time
+    assert set(replayed) == {change.blocks}
+    assert block_shapes.us_per_block(None, 4, 0) == 1250
+    assert replayed[-1] == kernel.chosen
 
 
 def test_a_few_blocks_compile_the_kernels_of_a_short_stage():
@@ -300,8 +319,8 @@ def test_the_table_has_the_best_change_of_each_kernel():
         row("B2", "failed", None),
     ]
     first, second = table(rows).splitlines()[2:]
-    assert first.split() == "1 B1 16x16x3x3 num_warps=8 largest 8.00 10.00 11.00 2.50".split()
-    assert second.split() == "1 F2 16x16x3x3 num_warps=8 best 9.25 10.00 11.00 1.25".split()
+    assert " ".join(first.split()) == "1 B1 16x16x3x3 num_warps=8 largest 8.00 10.00 11.00 2.50"
+    assert " ".join(second.split()) == "1 F2 16x16x3x3 num_warps=8 best 9.25 10.00 11.00 1.25"
 
 
 def test_what_is_not_served_is_said(capsys, monkeypatch):
