@@ -78,14 +78,17 @@ def text(blocks: Any, *left_out: tuple[str, int]) -> str:
     return " ".join(f"{n}={v}" for n, v in blocks._asdict().items() if (n, v) not in left_out)
 
 
-def product(name: str) -> ModuleType:
+def backend_module(name: str) -> ModuleType:
     """Imports a module of the Triton backend, whose package has functions of the same names."""
     return importlib.import_module(f"preact_kernels.kernels.triton.{name}")
 
 
 def used(kernel: Kernel) -> dict[str, Any]:
     """Returns the `ConvBlocks` that a run of blocks launches the unit of a kernel with, by part."""
-    run_units, precision = product("run_units"), product("conv").precision(kernel.unit.dtype)
+    run_units, precision = (
+        backend_module("run_units"),
+        backend_module("conv").precision(kernel.unit.dtype),
+    )
     key = run_units._RunKey(None, precision, kernel.units, kernel.x_shape)
     forward, backward = run_units._launches(key)[kernel.place]
     g, weight = backward.input._constants[0]["BLOCKS"], backward.weight._constants["BLOCKS"]
@@ -101,7 +104,7 @@ def kernels(step: Step, device: str = "cuda") -> Iterator[Kernel]:
             shape = geometry_of(conv).output_shape(shape, conv.weight.shape)
         convs = [(tuple(c.weight.shape), geometry_of(c)) for _, c in blocks[-1].units()]
         units = tuple(Unit(*conv, torch.device(device), *dtypes) for conv in convs)
-        if len(blocks) > 1 and all(map(product("norm_act_conv").serves, units)):
+        if len(blocks) > 1 and all(map(backend_module("norm_act_conv").serves, units)):
             for unit in dict.fromkeys(units):  # equal ones change together
                 kernel = Kernel(index, units.index(unit), units, tuple(shape))
                 for part, chosen in used(kernel).items():
@@ -148,7 +151,11 @@ def applied(change: Change) -> Iterator[None]:
     Raises:
         RuntimeError: the kernel would not be launched with the change.
     """
-    (kernel, blocks), rule, run_units = change, product("configurations"), product("run_units")
+    (kernel, blocks), rule, run_units = (
+        change,
+        backend_module("configurations"),
+        backend_module("run_units"),
+    )
 
     def is_changed(unit: Unit) -> bool:
         return (tuple(unit.weight_shape), unit.conv) == kernel.unit[:2]
@@ -164,7 +171,10 @@ def applied(change: Change) -> Iterator[None]:
         found, is_own = rule.conv_backward(device, unit), kernel.part != FORWARD
         return found._replace(**{kernel.part: blocks}) if is_own and is_changed(unit) else found
 
-    forward, backward = product("norm_act_conv_forward"), product("norm_act_conv_backward")
+    forward, backward = (
+        backend_module("norm_act_conv_forward"),
+        backend_module("norm_act_conv_backward"),
+    )
     new_launches = functools.cache(run_units._launches.__wrapped__)
     with (
         mock.patch.multiple(forward, conv_forward=conv_forward, filling=filling),
@@ -172,5 +182,5 @@ def applied(change: Change) -> Iterator[None]:
         mock.patch.object(run_units, "_launches", new_launches),
     ):
         if used(kernel).get(kernel.part) != blocks:
-            raise RuntimeError("not launched: two launches move fewer bytes")
+            raise RuntimeError("not launched: two launches replace one pass, or one pass two")
         yield

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("triton")
 
 from bench import block_shapes, launches, measure, report
-from bench.block_changes import Change, Step, applied, kernels, product, used, variants
+from bench.block_changes import Change, Step, applied, backend_module, kernels, used, variants
 from bench.block_shapes import main, table
 from bench.contenders import Network
 from bench.records import BLOCK_SHAPES, BlockShapeRow, read
@@ -27,7 +27,7 @@ HOPPER = Device(90, 132, 227 * 1024)
 def hopper(monkeypatch):
     """The GPU for which block shapes are chosen."""
     for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
-        monkeypatch.setattr(product(name), "properties", lambda device: HOPPER)
+        monkeypatch.setattr(backend_module(name), "properties", lambda device: HOPPER)
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def test_a_training_step_launches_the_change(monkeypatch):
             module.reset_parameters()
     (kernel,) = [k for k in kernels(step) if (k.stage, k.place, k.part) == (0, 1, "forward")]
     change = Change(kernel, kernel.chosen._replace(num_warps=2, block_pixels=16))
-    launched, module = [], product("norm_act_conv_forward")
+    launched, module = [], backend_module("norm_act_conv_forward")
     launch = module.launch_kernel
 
     def recorded(kernel, grid, args, constants, *rest):
@@ -158,7 +158,7 @@ def test_a_training_step_launches_the_change(monkeypatch):
 def test_a_kernel_that_the_change_would_not_launch_is_said(monkeypatch):
     kernel = next(k for k in kernels_of() if k.part == "both")
     change = next(variants(kernel))
-    backward = product("norm_act_conv_backward")
+    backward = backend_module("norm_act_conv_backward")
     chosen = backward.conv_backward
     monkeypatch.setattr(backward, "costs_less_apart", lambda *sizes: True)
     with pytest.raises(RuntimeError, match="not launched"), applied(change):
@@ -188,7 +188,7 @@ def test_a_time_is_that_of_a_block_of_a_stage_with_the_change(monkeypatch):
 
 
 def test_a_few_blocks_compile_the_kernels_of_a_short_stage():
-    group_size = product("run_weight_gradients").group_size
+    group_size = backend_module("run_weight_gradients").group_size
     few, all_blocks = block_shapes.BLOCKS_TO_COMPILE, block_shapes.BLOCKS
     sizes = {group_size(blocks - n) for blocks in (few, all_blocks) for n in (0, 1)}
     assert len(sizes) == 1  # with and without the block with a projection
