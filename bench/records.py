@@ -18,6 +18,7 @@ RIVALS = "-rivals.csv"
 INFERENCE = "-inference.csv"
 LAUNCHES = "-launches.csv"
 CEILINGS = "-ceilings.csv"
+BLOCK_SHAPES = "-block-shapes.csv"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -231,6 +232,37 @@ class CeilingRow(Measured):
     note: str = ""  # the reason
 
     KEY = ("name",)
+
+
+@dataclasses.dataclass
+class BlockShapeRow(Measured):
+    """A stage with another launch configuration of a kernel: see bench/block_shapes.py."""
+
+    network: str
+    batch: int
+    dtype: str
+    stage: int
+    kernel: str  # "F1" in the forward; "B1", or "B1 input" and "B1 weight", in the backward
+    conv: str  # shape of the weight
+    chosen: str  # launch configuration
+    change: str
+    us_per_block: float | None = None  # forward and backward; None: not measured
+    before_us_per_block: float | None = None  # of the unchanged stage, before a dozen changes
+    after_us_per_block: float | None = None  # and after them
+    gain_us_per_block: float | None = None
+    note: str = ""  # why it was not measured
+
+    KEY = ("network", "batch", "dtype", "stage", "kernel", "change")
+
+    def set_times(self, us: float | None, before_us: float, after_us: float | None = None) -> None:
+        """Sets the times, and the gain over the mean of the unchanged stage's."""
+        self.us_per_block, self.before_us_per_block, self.after_us_per_block = (
+            us,
+            before_us,
+            after_us,
+        )
+        if us is not None:
+            self.gain_us_per_block = (before_us + (after_us or before_us)) / 2 - us
 
 
 def number(value: float | None, form: str = ",.1f") -> str:

@@ -22,6 +22,7 @@ from bench.contenders import (
 )
 from bench.measure import MIB, ROOT
 from bench.records import (
+    BLOCK_SHAPES,
     CEILINGS,
     CONVERTED,
     INFERENCE,
@@ -62,7 +63,9 @@ def load(folder: Path) -> dict[str, Device]:
     """
     found: dict[str, Device] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if path.name.endswith((SCALING, CONVERTED, INFERENCE, LAUNCHES, CEILINGS, RIVALS)):
+        if path.name.endswith(
+            (SCALING, CONVERTED, INFERENCE, LAUNCHES, CEILINGS, RIVALS, BLOCK_SHAPES)
+        ):
             continue
         is_curve = path.name.endswith(TRAINING)
         for record in read(path, CurvePoint if is_curve else Row):
