@@ -53,13 +53,29 @@ inline void check_run(const BlockRun& run) {
            static_cast<int64_t>(run.units_per_block));
 }
 
+// Whether the input of each block is kept.
+inline std::vector<bool> are_kept(const BlockRun& run, const std::vector<int64_t>& kept_blocks) {
+  const int64_t blocks = static_cast<int64_t>(run.units() / run.units_per_block);
+  std::vector<bool> found(blocks);
+  int64_t before = -1;
+  for (const int64_t block : kept_blocks) {
+    PK_CHECK(before < block && block < blocks, "kept_blocks: expected ascending indices below ",
+             blocks, ", got ", block);
+    found[block] = true;
+    before = block;
+  }
+  return found;
+}
+
 // Returns y, its mean and var (without values unless `with_stats`); means and variances of all
-// units, unless all were given; inputs of the first units of blocks if `keep_block_inputs`, of
-// other units if `keep_unit_inputs`. Statistics that were not given are computed.
+// units, unless all were given; inputs of the first units of `kept_blocks`, of other units if
+// `keep_unit_inputs`. Statistics that were not given are computed.
 inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, bool with_stats,
-                                       bool keep_block_inputs, bool keep_unit_inputs) {
+                                       const std::vector<int64_t>& kept_blocks,
+                                       bool keep_unit_inputs) {
   Activation size = check_activation("x", x);  // before memory on its device is written
   check_run(run);
+  const std::vector<bool> keeps = are_kept(run, kept_blocks);
   const bool are_given = run.means.size() == run.units();
   if (!are_given && !run.means.empty()) check_count("means", run.means, 1);
   Statistics statistics;
@@ -80,7 +96,9 @@ inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, boo
   Tensor h = x, shortcut = x;
   for (size_t i = 0; i < run.units(); ++i) {
     if (run.starts_block(i)) shortcut = h;
-    if (run.starts_block(i) ? keep_block_inputs : keep_unit_inputs) inputs.push_back(h);
+    const bool is_kept =
+        run.starts_block(i) ? keeps[i / run.units_per_block] : keep_unit_inputs;
+    if (is_kept) inputs.push_back(h);
     if (are_given) {
       statistics = {run.means[i], run.variances[i]};
     } else {
@@ -105,10 +123,12 @@ inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, boo
 
 // Tensors that the forward kept.
 struct BlockRunInputs {
-  // Inputs of all units; if blocks are rebuilt, of all but the first of each.
+  // Inputs of all units, but of the first of a block only if it is one of `kept_blocks`. Others are
+  // rebuilt as y - F(x), where y is the block's output.
   const std::vector<Tensor>& of_units;
-  const std::optional<Tensor>& y;      // the output, if each block's input is rebuilt as y - F(x)
-  const std::vector<Tensor>& negated;  // with y: the last weight of each block, times -1
+  const std::vector<int64_t>& kept_blocks;
+  const std::optional<Tensor>& y;      // the output, if the last block's input is rebuilt
+  const std::vector<Tensor>& negated;  // the last weight of each block that is rebuilt, times -1
 };
 
 // Returns g of the first unit; dy of the first block, the gradient of its shortcut; the first
@@ -118,17 +138,23 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
                                         const BlockRunInputs& given, double inv_count) {
   check_run(run);
   const std::vector<Tensor>& inputs = given.of_units;
-  const size_t blocks = run.units() / run.units_per_block;
-  const bool rebuilds = given.y.has_value();
-  size_t left = run.units() - (rebuilds ? blocks : 0);  // of `inputs`
-  PK_CHECK(left > 0, "y: expected none beside blocks of one unit");
+  const std::vector<bool> keeps = are_kept(run, given.kept_blocks);
+  std::vector<size_t> rebuilt;  // blocks
+  for (size_t block = 0; block < keeps.size(); ++block) {
+    if (!keeps[block]) rebuilt.push_back(block);
+  }
+  PK_CHECK(rebuilt.empty() || run.units_per_block > 1,
+           "kept_blocks: expected all blocks of one unit");
+  PK_CHECK(given.y.has_value() != keeps.back(),
+           "y: expected the output if the last block is not kept, else None");
+  size_t left = run.units() - rebuilt.size();  // of `inputs`
   check_count("inputs", inputs, left);
-  check_count("negated", given.negated, rebuilds ? blocks : 0);
+  check_count("negated", given.negated, rebuilt.size());
   check_count("means", run.means, run.units());
   const Tensor dy = gradient.g;
   Activation size = check_activation("g", dy);
   const ScalarType stream = dtype_of(gradient);
-  if (rebuilds) {
+  if (given.y.has_value()) {
     check_sizes("y", *given.y, size, dy);
     PK_CHECK(given.y->scalar_type() == stream, "y: expected the dtype of g or step_x");
   }
@@ -137,7 +163,7 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   std::vector<Unit> units;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool is_negated = i >= run.units();
-    const size_t place = is_negated ? (i - run.units() + 1) * run.units_per_block - 1 : i;
+    const size_t place = is_negated ? (rebuilt[i - run.units()] + 1) * run.units_per_block - 1 : i;
     const char* name = is_negated ? "negated" : kRunNames.conv_weight;
     if (is_negated) size.channels = units[place].conv.in_channels;
     units.push_back(run.unit(place, weights[i], size, stream, dy, name));
@@ -151,16 +177,19 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   for (const Tensor& gradient_of_norm : results.of_norms()) found.push_back(gradient_of_norm);
   const Statistics no_statistics = new_statistics(dy, false, 0);
   Tensor block_dy = dy, x = given.y.value_or(inputs[0]);
+  size_t rebuilt_left = rebuilt.size();
   for (size_t i = run.units(); i-- > 0;) {
     const bool starts_block = run.starts_block(i), ends_block = run.ends_block(i);
     const Norm norm = run.norm(i, run.means[i], run.variances[i]);
-    if (ends_block && rebuilds) {  // x is the output of this block
-      const size_t negated = run.units() + i / run.units_per_block;
+    const bool is_rebuilt = !keeps[i / run.units_per_block];
+    if (ends_block && is_rebuilt) {  // x is the output of this block
+      const size_t negated = run.units() + --rebuilt_left;
       x = unit_forward(units[negated], {inputs[left - 1], norm, weights[negated]},
                        {std::nullopt, x}, no_statistics, kRunNames);
     }
-    const Tensor h = starts_block && rebuilds ? x : inputs[--left];
-    units[i].is_x_rebuilt = starts_block && rebuilds;
+    const Tensor h = starts_block && is_rebuilt ? x : inputs[--left];
+    if (starts_block) x = h;
+    units[i].is_x_rebuilt = starts_block && is_rebuilt;
     UnitGradients& unit = results.of_units[i];
     unit.wanted.dy = ends_block && gradient.step.has_value();
     unit_backward(units[i], gradient, {h, norm, weights[i]}, unit, kRunNames);
@@ -177,22 +206,24 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   results.finish(dy);
   found[0] = gradient.g;
   found[1] = block_dy;
-  found[2] = rebuilds ? x : inputs[0];
+  found[2] = x;
   found[3] = results.sums_of_unit(0);
   return found;
 }
 
 inline std::vector<Tensor> block_run_forward(const Tensor& x, PK_RUN_PARAMETERS, bool with_stats,
-                                             bool keep_block_inputs, bool keep_unit_inputs) {
-  return run_forward(x, {PK_RUN_ARGUMENTS}, with_stats, keep_block_inputs, keep_unit_inputs);
+                                             const std::vector<int64_t>& kept_blocks,
+                                             bool keep_unit_inputs) {
+  return run_forward(x, {PK_RUN_ARGUMENTS}, with_stats, kept_blocks, keep_unit_inputs);
 }
 
 inline std::vector<Tensor> block_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMETERS,
-                                              const std::vector<Tensor>& inputs, double inv_count,
-                                              const std::optional<Tensor>& y,
+                                              const std::vector<Tensor>& inputs,
+                                              const std::vector<int64_t>& kept_blocks,
+                                              double inv_count, const std::optional<Tensor>& y,
                                               const std::vector<Tensor>& negated) {
-  return run_backward(gradient_of(PK_GRADIENT_ARGUMENTS), {PK_RUN_ARGUMENTS}, {inputs, y, negated},
-                      inv_count);
+  return run_backward(gradient_of(PK_GRADIENT_ARGUMENTS), {PK_RUN_ARGUMENTS},
+                      {inputs, kept_blocks, y, negated}, inv_count);
 }
 
 }  // namespace preact_kernels

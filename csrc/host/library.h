@@ -29,9 +29,10 @@ void define_ops(Library& m) {
         ", Tensor conv_weight, int[] stride, bool wants_input, bool wants_weight, bool wants_dy, "
         "ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("block_run_forward(Tensor x, " PK_RUN
-        ", bool with_stats, bool keep_block_inputs, bool keep_unit_inputs) -> Tensor[]");
+        ", bool with_stats, int[] kept_blocks, bool keep_unit_inputs) -> Tensor[]");
   m.def("block_run_backward(" PK_GRADIENT ", " PK_RUN
-        ", Tensor[] inputs, float inv_count, Tensor? y, Tensor[] negated) -> Tensor[]");
+        ", Tensor[] inputs, int[] kept_blocks, float inv_count, Tensor? y, Tensor[] negated)"
+        " -> Tensor[]");
 }
 
 // Registers their entry points. A library does so for every device and layout: the checks refuse a

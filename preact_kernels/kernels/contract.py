@@ -236,7 +236,7 @@ class RunWanted(NamedTuple):
     """Which results of `block_run_forward` the caller asks for."""
 
     statistics: bool  # the statistics of the output
-    block_inputs: bool  # the inputs of the first units of the blocks
+    block_inputs: Sequence[bool]  # for every block, the input of its first unit
     unit_inputs: bool  # the inputs of all other units
 
 
@@ -369,7 +369,7 @@ class BlockKernels(Kernels, Protocol):
         Args:
             run: the blocks, with the statistics of all units.
             dy: gradient of the last block's output.
-            inputs: the input of every unit; None for the first of each block where it is rebuilt.
-            y: output of the last block, or None where all inputs are kept. Each block's input is
-                then `x = y - F(x)`, by one more call of its last convolution.
+            inputs: the input of every unit; None for the first of a block whose input is rebuilt
+                from its output, `x = y - F(x)`, by one more call of its last convolution.
+            y: output of the last block; None where the input of that block is kept.
         """

@@ -149,13 +149,17 @@ class NativeKernels(FlatOps, BlockKernels):
     def block_run_forward(self, run: BlockRun, x: Tensor, wanted: RunWanted) -> BlockRunOutput:
         given = list(filter(None, run.statistics))
         op = self._ops.block_run_forward.default
-        y, mean, var, *rest = op(x, *_flat_run(run, given), *wanted)
+        kept_blocks = [block for block, keep in enumerate(wanted.block_inputs) if keep]
+        flat = *_flat_run(run, given), wanted.statistics, kept_blocks, wanted.unit_inputs
+        y, mean, var, *rest = op(x, *flat)
         count = len(run.parameters)
         if len(given) < count:
             given = list(map(Statistics, rest[:count], rest[count : 2 * count]))
             del rest[: 2 * count]
         kept, per_block = iter(rest), len(run.units)
-        keeps = [wanted.unit_inputs if i % per_block else wanted.block_inputs for i in range(count)]
+        keeps: list[bool] = []
+        for keep in wanted.block_inputs:
+            keeps += (keep, *[wanted.unit_inputs] * (per_block - 1))
         inputs = [next(kept) if keep else None for keep in keeps]
         statistics = Statistics(mean, var) if wanted.statistics else None
         return BlockRunOutput(y, statistics, given, inputs)
@@ -165,14 +169,20 @@ class NativeKernels(FlatOps, BlockKernels):
     ) -> BlockRunGradients:
         statistics = list(filter(None, run.statistics))
         count, per_block, first = len(run.parameters), len(run.units), run.parameters[0]
+        kept_blocks: list[int] = []
+        last: list[Tensor] = []  # weights of the blocks that are rebuilt
+        for block, x in enumerate(inputs[::per_block]):
+            if x is None:
+                last.append(run.parameters[(block + 1) * per_block - 1].conv_weight)
+            else:
+                kept_blocks.append(block)
         # Negating the weights of a block's last unit negates each product, and so each sum.
-        last = [p.conv_weight for p in run.parameters[per_block - 1 :: per_block]]
-        negated = () if y is None else torch_compat.foreach_neg(last)
+        negated = torch_compat.foreach_neg(last) if last else ()
         inv_count = 1.0 / pixels_of(dy.g) if run.units[0].uses_batch else 0.0
         kept = [t for t in inputs if t is not None]
         op = self._ops.block_run_backward.default
         given = *flat_gradient(dy), *_flat_run(run, statistics)
-        g, whole, x, sums, *rest = op(*given, kept, inv_count, y, negated)
+        g, whole, x, sums, *rest = op(*given, kept, kept_blocks, inv_count, y, negated)
         conv_weights, of_norms = rest[:count], rest[count:]
         norm = Norm(*statistics[0], first.bn_weight, first.bn_bias, run.eps[0])
         step = AffineStep(whole, x, norm, sums, inv_count)

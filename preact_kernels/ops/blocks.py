@@ -45,7 +45,7 @@ class Span(NamedTuple):
     begin: int  # index of the first block
     end: int
     is_run: bool
-    keeps_blocks: bool  # keep the inputs of the blocks for backward
+    keeps_blocks: tuple[bool, ...]  # for every block, keep its input for backward
     keeps_units: bool  # keep the inputs of their other units
 
 
@@ -191,10 +191,11 @@ class Stage:
             if spans and is_run:
                 last = spans[-1]
                 units = self.blocks[index - 1].units
-                if last.is_run and last.keeps_blocks == keep and units == self.blocks[index].units:
-                    spans[-1] = last._replace(end=index + 1)
+                if last.is_run and units == self.blocks[index].units:
+                    keeps_blocks = *last.keeps_blocks, keep
+                    spans[-1] = last._replace(end=index + 1, keeps_blocks=keeps_blocks)
                     continue
-            spans.append(Span(index, index + 1, is_run, keep, keeps_units))
+            spans.append(Span(index, index + 1, is_run, (keep,), keeps_units))
         return spans
 
     def forward(
@@ -242,7 +243,7 @@ class Stage:
         last = first + len(block.units) - 1
         h = shortcut = x
         for index, unit in enumerate(block.units, first):
-            is_kept = span.keeps_units if index > first else span.keeps_blocks
+            is_kept = span.keeps_units if index > first else span.keeps_blocks[0]
             self.inputs[index] = h if is_kept else None
             if self.statistics[index] is None:
                 self.statistics[index], fixed = batch_statistics(
@@ -317,12 +318,13 @@ class StageBackward:
                 parts.append(span)
                 continue
             own: list[Span] = []
-            for index in range(span.begin, span.end):
+            for index, keep in enumerate(span.keeps_blocks, span.begin):
                 is_run = self._needs_all(index)
                 if is_run and own and own[-1].is_run:
-                    own[-1] = own[-1]._replace(end=index + 1)
+                    keeps_blocks = *own[-1].keeps_blocks, keep
+                    own[-1] = own[-1]._replace(end=index + 1, keeps_blocks=keeps_blocks)
                 else:
-                    own.append(span._replace(begin=index, end=index + 1, is_run=is_run))
+                    own.append(Span(index, index + 1, is_run, (keep,), span.keeps_units))
             parts += own
         return parts
 
@@ -357,8 +359,9 @@ class StageBackward:
         stage = self.stage
         first, last = stage.first_unit[span.begin], stage.first_unit[span.end]
         inputs = stage.inputs[first:last]
+        is_rebuilt = not span.keeps_blocks[-1]
         found = cast(BlockKernels, stage.kernels).block_run_backward(
-            stage.run(span), dy, inputs, y if inputs[0] is None else None
+            stage.run(span), dy, inputs, y if is_rebuilt else None
         )
         self.gradients.parameters[first:last] = found.parameters
         return cast(AffineStep, found.x.step).x, found.x

@@ -365,11 +365,12 @@ def launch_run(task: Task) -> None:
         statistics.append(Statistics(norm.mean, norm.var))
     run = BlockRun(units[: len(sides)], parameters, [1e-5] * len(units), statistics)
     of_batch = run._replace(statistics=[statistics[0], *[None] * (len(statistics) - 1)])
-    kernels.block_run_forward(of_batch, x, RunWanted(True, True, True))
+    kernels.block_run_forward(of_batch, x, RunWanted(True, [True, True], True))
     kernels.block_run_backward(run, Gradient(x), inputs, None)
     if task.dtype == torch.bfloat16:
         dy, _ = gradients(images(channels, task.dtype, side_of_image), None, x)
-        kernels.block_run_backward(run, dy, inputs, x)
+        rebuilt = [None if index == len(sides) else t for index, t in enumerate(inputs)]
+        kernels.block_run_backward(run, dy, rebuilt, x)
 
 
 def counted_bytes(launch: Launch) -> int:

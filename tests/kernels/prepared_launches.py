@@ -133,14 +133,16 @@ def launch_blocks(
     of_batch = run._replace(statistics=[known[0], *[None] * (len(known) - 1)])
     for any_run in (of_batch, frozen):
         for with_stats in (True, False):
-            kernels.block_run_forward(any_run, image(20), RunWanted(with_stats, True, True))
-    for any_run, dy, y in (
-        (run, Gradient(image(20)), None),
-        (run, Gradient(image(20)), image(20)),
-        (frozen, Gradient(image(20)), None),
-        *((run, with_step(skip), None) for skip in (image(20), None, image(20), None)),
+            wanted = RunWanted(with_stats, [True] * (len(units) // len(sides)), True)
+            kernels.block_run_forward(any_run, image(20), wanted)
+    rebuilt = [t if index % len(sides) else None for index, t in enumerate(inputs)]
+    for any_run, dy, kept, y in (
+        (run, Gradient(image(20)), inputs, None),
+        (run, Gradient(image(20)), rebuilt, image(20)),
+        (frozen, Gradient(image(20)), inputs, None),
+        *((run, with_step(skip), inputs, None) for skip in (image(20), None, image(20), None)),
     ):
-        kernels.block_run_backward(any_run, dy, inputs, y)
+        kernels.block_run_backward(any_run, dy, kept, y)
 
 
 def run_all(is_apart: bool, fault: tuple = ()) -> tuple[set, list[int]]:

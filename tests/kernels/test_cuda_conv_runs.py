@@ -40,11 +40,14 @@ pytestmark = pytest.mark.usefixtures("fused_convolutions")
 )
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("memory", ["store", "rebuild"])
+@pytest.mark.parametrize(
+    "memory", [{}, *({"memory": "rebuild", "anchor_every": n} for n in (4, 2))], ids=str
+)
 def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
     kind, training, memory, monkeypatch
 ):
-    stage = random_stage(kind, 16, memory=memory)
+    """In mode "rebuild" the run keeps no inputs of blocks, or that of the first of its two."""
+    stage = random_stage(kind, 16, **memory)
     stage = in_dtype(stage, torch.bfloat16).train(training).to(DEVICE)
     inputs = {"x": torch.randn(3, 10, 7, 6, device=DEVICE).bfloat16()}
     names = ("block_run_forward", "block_run_backward")
@@ -121,8 +124,8 @@ def test_weight_gradients_of_a_long_run_are_computed_now_and_then(
         # end.
         ("store", 2000, 2, 2),
         # They also keep the rebuilt x of a block's first unit: they are launched when there are
-        # six, and at the end. The first block stores its x and is a run on its own.
-        ("rebuild", 2000, 4, 4),
+        # six, and at the end.
+        ("rebuild", 2000, 3, 3),
         # None have their own launch. Their partial sums, 7.9 MiB each, are added up when there
         # are ten.
         ("store", 56, 0, 2),
@@ -315,7 +318,7 @@ def test_blocks_of_different_widths_in_one_run(monkeypatch):
 
     def one_span(stage, begin, runnable, keeps, keeps_units):
         end = begin + len(keeps)
-        return [Span(begin, end, True, keeps[0], keeps_units)] if keeps else []
+        return [Span(begin, end, True, tuple(keeps), keeps_units)] if keeps else []
 
     monkeypatch.setattr(Stage, "spans", one_span)
     calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)

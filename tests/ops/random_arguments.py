@@ -74,7 +74,10 @@ class Sizes:
         self.activation = rng.choice([*ACTIVATIONS]) if takes_all else "relu"
         self.units_per_block = rng.choice([2, 3]) if is_run else 1
         self.units = self.units_per_block * rng.randint(1, 2)
-        self.rebuilds = rng.random() < 0.5
+        blocks = self.units // self.units_per_block
+        self.kept = [block for block in range(blocks) if rng.random() < 0.5]
+        self.rebuilt = blocks - len(self.kept)
+        self.rebuilds_last = blocks - 1 not in self.kept
         self.training = rng.random() < 0.6
         self.has_running = not self.training or rng.random() < 0.5
 
@@ -132,11 +135,10 @@ class Sizes:
 
     def count(self, name: str) -> int:
         """The length of a list of tensors."""
-        blocks = self.units // self.units_per_block
         if name == "inputs":
-            return self.units - blocks * self.rebuilds
+            return self.units - self.rebuilt
         if name == "negated":
-            return blocks * self.rebuilds
+            return self.rebuilt
         if name in ("means", "variances") and self.op == "block_run_forward":
             return [0, 1, self.units][self.n - 1]
         return 2 if name in ("running", "batch") else self.units
@@ -148,7 +150,7 @@ class Sizes:
         if name.startswith("step_"):
             return self.tensor(name) if self.has_step else None
         if name == "y":
-            return self.tensor(name) if self.rebuilds else None
+            return self.tensor(name) if self.rebuilds_last else None
         if name == "conv_bias" and self.library == "cuda":
             return None
         if name.startswith("running_"):
@@ -167,6 +169,7 @@ class Sizes:
         if name == "num_groups" or (name == "groups" and self.op == "group_stats"):
             return self.groups
         values = {
+            "kept_blocks": self.kept,
             "eps": 1e-5,
             "step_eps": 1e-5,
             "activation": self.activation,

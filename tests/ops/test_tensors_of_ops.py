@@ -159,7 +159,17 @@ def test_a_tensor_that_an_op_cannot_read_is_refused_by_its_name(name):
         ("block_run_backward", {"y": torch.Tensor.double}, "y: expected the dtype of g or step_x"),
         ("block_run_backward", {"inputs": doubles}, "inputs: expected the dtype of"),
         ("block_run_backward", {"means": no_tensors, "variances": no_tensors}, "means: expected"),
-        ("block_run_backward", {"units_per_block": lambda _: 1}, "y: expected none beside blocks"),
+        ("block_run_backward", {"units_per_block": lambda _: 1}, "kept_blocks: expected all"),
+        *(
+            (f"block_run_{direction}", {"kept_blocks": lambda _, given=given: given}, message)
+            for direction in ("forward", "backward")
+            for given, message in (
+                ([0, 0], "kept_blocks: expected ascending indices below .*, got 0"),
+                ([9], "kept_blocks: expected ascending indices below .*, got 9"),
+                ([-1], "kept_blocks: expected ascending indices below .*, got -1"),
+            )
+        ),
+        ("block_run_backward", {"y": no_tensor}, "y: expected the output"),
         ("norm_act_conv_backward", {"step_x": no_tensor}, "skip: expected none without a step"),
         ("running_stats_update", {"batch": longer}, r"batch: expected shape \["),
     ],

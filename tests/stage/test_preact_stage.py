@@ -239,9 +239,10 @@ def direct_stage(kind="bottleneck", bare=2, **options):
     [
         ({}, 1),
         ({"memory": "rebuild"}, 1),
-        ({"memory": "rebuild", "anchor_every": 2}, 6),
-        ({"memory": "checkpoint"}, 3),
-        ({"memory": "checkpoint", "segments": 3}, 4),
+        ({"memory": "rebuild", "anchor_every": 2}, 1),
+        ({"memory": "rebuild", "anchor_every": 3}, 1),
+        ({"memory": "checkpoint"}, 2),
+        ({"memory": "checkpoint", "segments": 3}, 2),
         ({"memory": "checkpoint", "segments": 8}, 6),
     ],
 )
@@ -258,6 +259,20 @@ def test_native_runs_of_blocks_give_the_bits_of_their_units(
     forward, backward = (recorded_calls(cpu.kernels(), n, monkeypatch) for n in names)
     assert_same_bits(evaluate(stage, inputs), expected)
     assert forward and len(backward) == runs
+
+
+@pytest.mark.calls(FORWARD, "preact_kernels_cpu::block_run_backward")
+@every_kind
+def test_a_native_run_may_end_with_an_input_that_is_kept(kind, cpu_backend, monkeypatch):
+    stage = direct_stage(kind, 6, memory="rebuild", anchor_every=2)
+    inputs, frozen = {"x": images()}, ["5.bn1.weight"]
+    expected = unit_by_unit(evaluate, stage, inputs, frozen=frozen)
+    calls = recorded_calls(cpu.kernels(), "block_run_backward", monkeypatch)
+    assert_same_bits(evaluate(stage, inputs, frozen=frozen), expected)
+    units = 2 if kind == "basic" else 3
+    kept = [[t is not None for t in inputs[::units]] for _, _, inputs, _ in calls]
+    assert kept == [[True, False], [True, False, True]]
+    assert [y is None for *_, y in calls] == [False, True]
 
 
 @pytest.mark.calls(FORWARD)

@@ -71,7 +71,8 @@ def _forward(run: BlockRun, x: Tensor, wanted: RunWanted) -> BlockRunOutput:
     for block in range(blocks):
         shortcut = h
         for index, unit in enumerate(units):
-            inputs.append(h if (wanted.unit_inputs if index else wanted.block_inputs) else None)
+            is_kept = wanted.unit_inputs if index else wanted.block_inputs[block]
+            inputs.append(h if is_kept else None)
             position = block * count + index
             h_sums = None if position < given else h_sums
             is_summed = wanted.statistics if position + 1 == total else position + 1 >= given
@@ -104,14 +105,16 @@ def block_run_backward(
 def _backward(
     run: BlockRun, dy: Gradient, inputs: Sequence[Tensor | None], y: Tensor | None
 ) -> BlockRunGradients:
-    x = cast(Tensor, inputs[0]) if y is None else aligned(y)
-    units = run_units(run, x)
-    count, total = len(units), len(run.parameters)
+    count, total = len(run.units), len(run.parameters)
     blocks = total // count
-    negated: list[Tensor] = []
-    if y is not None:
+    x = cast(Tensor, inputs[total - count]) if y is None else aligned(y)
+    units = run_units(run, x)
+    rebuilt = [block for block, kept in enumerate(inputs[::count]) if kept is None]
+    negated: dict[int, Tensor] = {}
+    if rebuilt:
         # Negating the weights of a block's last unit negates each product, and so each sum.
-        negated = torch_compat.foreach_neg(units[-1].packed)
+        last = [units[-1].packed[block] for block in rebuilt]
+        negated = dict(zip(rebuilt, torch_compat.foreach_neg(last), strict=True))
     norms = run_norms(run, cast(Sequence[Statistics], run.statistics))
     inv_count = 1 / pixels_of(x) if run.units[0].uses_batch else 0.0
     kept = [None if t is None else aligned(t) for t in inputs]
@@ -123,10 +126,12 @@ def _backward(
         block, index = divmod(position, count)
         unit, ends_block = units[index], index + 1 == count
         norm, g_sums = norms[position], sums.by_unit[index][block]
-        if ends_block and y is not None:  # x is the output of this block
+        if ends_block and block in negated:  # x is the output of this block
             last = Inputs(cast(Tensor, kept[position]), norm, negated[block])
             x = unit.forward(last, None, Epilogue(residual=x), None)
-        h = x if index == 0 and y is not None else cast(Tensor, kept[position])
+        h = x if index == 0 and block in negated else cast(Tensor, kept[position])
+        if index == 0:
+            x = h
         g, whole = unit.backward.input(
             gradient,
             Inputs(h, norm, unit.packed[block]),
