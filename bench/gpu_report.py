@@ -133,7 +133,7 @@ def tests(folder: Path, seconds: float) -> Part:
     if torch.cuda.is_available():
         command += ["-k", "not cpu"]
     if importlib.util.find_spec("xdist"):
-        count = max(1, min(10, (os.cpu_count() or 1) - 4))  # beside other parts
+        count = max(1, min(8, (os.cpu_count() or 1) // 2))  # beside other parts
         command += ["-n", str(count), "--max-worker-restart", str(4 * count)]
     found = sorted((ROOT / "tests").rglob("test_*.py"))
     others = [str(p.relative_to(ROOT / "tests"))[:-3] for p in found]
@@ -164,11 +164,19 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
     memcheck += [f"SANITIZER_SECONDS={int(test_seconds) - 10}"]  # it interrupts the tests itself
     converted = ["bench.converted", "--no-graphs", *again, *out, "--models", *CONVERTED_MODELS]
     published = ["-m", "bench.rivals", *again, *out]
+    shapes = ["-m", "bench.block_shapes", "--resume", *out]
+    compiled_shapes = [
+        *shapes,
+        "--only-compile",
+        "--compile",
+        str(max(1, (os.cpu_count() or 1) // 3)),
+    ]
     compared = {"seconds": test_seconds, "compares": True}
     parts = [
         Part("check", ["-m", "preact_kernels", "check", *gpu_backends], **compared),
         tests(folder, test_seconds),
         Part("memcheck", memcheck, program="make", needs_gpu=True, **compared),
+        Part("compiled shapes", compiled_shapes, needs_gpu=True, **compared),
         Part("ceilings", ["-m", "bench.probes", *out], 60, needs_gpu=True),
         Part("first bench", [*bench, *again, *deepest, *GROUPS["uncompiled"]], 120, needs_gpu=True),
         *(
@@ -189,6 +197,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
             needs_gpu=True,
             repeats=True,
         ),
+        Part("block shapes", [*shapes, "--seconds", "50"], 75, needs_gpu=True),
         Part("bench", [*bench, *(["--resume"] if has_gpu else again)], math.inf, repeats=True),
         Part("converted", ["-m", *converted], 60, 60),
         Part("rivals", [*published, "--dtype", "bf16", "--contenders", *RIVALS], 60),

@@ -13,7 +13,7 @@ pytest.importorskip("tabulate")
 pytest.importorskip("matplotlib")
 
 from bench import __main__ as bench
-from bench import converted, gpu_report, launches, measure, rivals
+from bench import block_shapes, converted, gpu_report, launches, measure, rivals
 from bench.contenders import GROUPS
 from bench.gpu_report import Part, Report
 from bench.records import LAUNCHES
@@ -92,12 +92,15 @@ def test_every_file_of_tests_that_is_named_exists():
         assert os.path.exists(gpu_report.ROOT / "tests" / f"{name}.py"), name
 
 
-TESTS = ["check", "tests", "memcheck"]
+TESTS = ["check", "tests", "memcheck", "compiled shapes"]
 MEASURED = [
     *("ceilings", "first bench", "launches of cuda", "launches of triton"),
-    *("bench of triton", "bench", "converted", "rivals", "hotspots"),
+    *("bench of triton", "block shapes", "bench", "converted", "rivals", "hotspots"),
 ]
-NEEDS_GPU = {"memcheck", "ceilings", "first bench", "bench of triton"}
+NEEDS_GPU = {
+    *("memcheck", "compiled shapes"),
+    *("ceilings", "first bench", "bench of triton", "block shapes"),
+}
 
 
 @pytest.fixture
@@ -189,6 +192,10 @@ def test_the_commands_are_understood(machine, tmp_path):
         assert (a.backend, a.csv) == (backend, tmp_path / f"nvidia-h200{LAUNCHES}")
         assert machine.environments[part]["TEARDOWN_CUPTI"] == "0"
         assert a.recording == gpu_report.ROOT / "build" / f"launches-{backend}.pickle"
+    for part, compiles in (("compiled shapes", True), ("block shapes", False)):
+        a = block_shapes.arguments(options[part])
+        assert (a.only_compile, a.compile > 0, a.resume) == (compiles, compiles, True)
+        assert a.out == tmp_path
     named = [part for part, e in machine.environments.items() if "PREACT_KERNELS_BACKEND" in e]
     assert named == ["bench of triton"]
     assert set(gpu_report.CONVERTED_MODELS) < set(converted.CASES)
@@ -236,7 +243,7 @@ def test_a_report_that_resumes_keeps_the_rows_and_the_parts_that_ended(machine, 
     (earlier / "summary.txt").write_text(SUMMARY)
     assert gpu_report.main([str(out), "--resume", str(earlier)]) == 1  # a test failed
     again = [part for part in MEASURED if part not in ("ceilings", "launches of triton")]
-    assert list(machine.commands) == ["libraries", "memcheck", *again]
+    assert list(machine.commands) == ["libraries", "memcheck", "compiled shapes", *again]
     assert "--resume" in machine.commands["bench"] and "--resume" in machine.commands["converted"]
     lines = SUMMARY.splitlines()
     assert {lines[i] for i in (0, 2, 4, 5, 8)} < set(summary(out))  # a later report can resume
