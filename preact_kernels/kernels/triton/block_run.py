@@ -113,8 +113,8 @@ def _backward(
     negated: dict[int, Tensor] = {}
     if rebuilt:
         # Negating the weights of a block's last unit negates each product, and so each sum.
-        last = [units[-1].packed[block] for block in rebuilt]
-        negated = dict(zip(rebuilt, torch_compat.foreach_neg(last), strict=True))
+        weights = torch_compat.foreach_neg([units[-1].packed[block] for block in rebuilt])
+        negated = dict(zip(rebuilt, weights, strict=True))
     norms = run_norms(run, cast(Sequence[Statistics], run.statistics))
     inv_count = 1 / pixels_of(x) if run.units[0].uses_batch else 0.0
     kept = [None if t is None else aligned(t) for t in inputs]
