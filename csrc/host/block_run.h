@@ -96,8 +96,7 @@ inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, boo
   Tensor h = x, shortcut = x;
   for (size_t i = 0; i < run.units(); ++i) {
     if (run.starts_block(i)) shortcut = h;
-    const bool is_kept =
-        run.starts_block(i) ? keeps[i / run.units_per_block] : keep_unit_inputs;
+    const bool is_kept = run.starts_block(i) ? keeps[i / run.units_per_block] : keep_unit_inputs;
     if (is_kept) inputs.push_back(h);
     if (are_given) {
       statistics = {run.means[i], run.variances[i]};

@@ -138,7 +138,7 @@ def launch_blocks(
     rebuilt = [t if index % len(sides) else None for index, t in enumerate(inputs)]
     for any_run, dy, kept, y in (
         (run, Gradient(image(20)), inputs, None),
-        (run, Gradient(image(20)), rebuilt, image(20)),
+        *((run, Gradient(image(20)), rebuilt, image(20)) for _ in sides[1:2]),  # not of one unit
         (frozen, Gradient(image(20)), inputs, None),
         *((run, with_step(skip), inputs, None) for skip in (image(20), None, image(20), None)),
     ):
