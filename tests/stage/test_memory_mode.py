@@ -174,7 +174,7 @@ def test_a_wide_residual_stream_beside_half_precision(options, half, kind, froze
     stage = in_dtype(short_stage(kind, residual_dtype=torch.float32, **options), half)
     names = [n for n, _ in stage.named_parameters() if frozen in n]
     # Large images: a ReLU that rounding turns on or off is then a small part of each sum.
-    # With four problems one gradient of a batch norm was 2.04 times as far off as eager's by chance.
+    # With four problems a gradient was 2.04 times as far off as eager's by chance.
     problems = [{"x": torch.randn(6, 10, 16, 16).to(half)} for _ in range(8)]
     results = check(stage, plain_copy(stage), problems, frozen=names)
     assert results["y"].dtype == torch.float32
