@@ -341,7 +341,9 @@ def recorded(a: argparse.Namespace) -> list[StageLaunches]:
     stages = _recorded(a)
     if a.recording:
         a.recording.parent.mkdir(parents=True, exist_ok=True)
-        a.recording.write_bytes(pickle.dumps((key, stages)))
+        partial = a.recording.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps((key, stages)))
+        os.replace(partial, a.recording)
     return stages
 
 

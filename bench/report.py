@@ -187,7 +187,7 @@ def headline_table(rows: Sequence[Row]) -> str:
         )
     if not lines:
         return ""
-    note = f"Times beside a slower or faster {ANCHOR} are scaled: it took {anchor_ms:,.1f} ms."
+    note = f"Times are scaled to those of {ANCHOR} in the same rounds, but for CUDA graphs."
     return f"{table(lines, 'github')}\n\n{note}"
 
 

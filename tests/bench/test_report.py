@@ -10,7 +10,20 @@ pytest.importorskip("tqdm")
 
 from bench import measure, plots, report
 from bench.measure import Machine
-from bench.records import CEILINGS, LAUNCHES, CeilingRow, LaunchRow, Row, put, read
+from bench.records import (
+    BLOCK_SHAPES,
+    CEILINGS,
+    CONVERTED,
+    INFERENCE,
+    LAUNCHES,
+    RIVALS,
+    SCALING,
+    CeilingRow,
+    LaunchRow,
+    Row,
+    put,
+    read,
+)
 
 RESULTS = measure.ROOT / "bench" / "results"
 
@@ -37,6 +50,14 @@ def test_a_captured_rival_is_compared_although_the_anchor_took_longer_elsewhere(
     # compile-blocks, which is not captured, is scaled: 60 ms beside an anchor that took 100.
     assert times["compile-graph"] == "70.0" and "eager-graph" not in times
     assert times["fused-graph"] == "30.0" and "compile-blocks" not in times
+
+
+def test_files_with_other_columns_are_not_read_as_rows(tmp_path):
+    put(tmp_path / "a-cpu.csv", row("fused-store", "resnet-1001", 200.0, 500))
+    suffixes = SCALING, CONVERTED, INFERENCE, LAUNCHES, CEILINGS, RIVALS, BLOCK_SHAPES
+    for suffix in suffixes:
+        (tmp_path / f"a-cpu{suffix}").write_text("x\n1\n")
+    assert list(report.load(tmp_path)) == ["a cpu"]
 
 
 @pytest.fixture

@@ -285,6 +285,17 @@ def test_a_run_of_blocks_gives_the_bits_of_its_units(
     assert found_apart == apart
 
 
+def test_a_run_may_begin_with_an_input_that_is_rebuilt_and_end_with_one_that_is_kept(monkeypatch):
+    stage, x = plain_stage(memory="rebuild", anchor_every=2, blocks=4)
+    frozen = ["0.bn1.weight", "3.bn1.weight"]
+    expected = unit_by_unit(evaluate, stage, {"x": x}, frozen=frozen)
+    calls = recorded_calls(kernels, "block_run_backward", monkeypatch)
+    assert_same_bits(evaluate(stage, {"x": x}, frozen=frozen), expected)
+    ((_, _, inputs, y),) = calls
+    assert [t is not None for t in inputs[::3]] == [False, True]
+    assert y is None
+
+
 class WritingOps(TorchDispatchMode):
     """The names of called operators that write memory: on a GPU, a launch each."""
 
