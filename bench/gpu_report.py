@@ -156,7 +156,6 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
     deepest = ["--networks", "resnet-1001", "--batch", "128", "--contenders"]
     profiled = {"TEARDOWN_CUPTI": "0"}  # CUDA graphs may crash after CUPTI's teardown
     has_gpu = torch.cuda.is_available()
-    listed = ["-m", "bench.launches"]
     launches = str(folder / f"{slug(measure.device_name(measure.default_device()))}{LAUNCHES}")
     triton = [*deepest, "fused-store", "fused-graph", "fused-rebuild-graph"]
     gpu_backends = ["--backends", "cuda", "triton"] if has_gpu else []
@@ -182,7 +181,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
         *(
             Part(
                 f"launches of {backend}",
-                [*listed, "--backend", backend, "--csv", launches, *recording(backend)],
+                [*launches_of(backend), "--csv", launches],
                 75,
                 environment=profiled,
             )
@@ -206,9 +205,10 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float, resume: 
     return [part for part in parts if has_gpu or not part.needs_gpu]
 
 
-def recording(backend: str) -> list[str]:
-    """Returns options of `bench.launches`: its recording, made where the libraries were built."""
-    return ["--recording", str(ROOT / "build" / f"launches-{backend}.pickle")]
+def launches_of(backend: str) -> list[str]:
+    """Returns a command that reads its recording, which is made where the libraries are built."""
+    recording = str(ROOT / "build" / f"launches-{backend}.pickle")
+    return ["-m", "bench.launches", "--backend", backend, "--recording", recording]
 
 
 def listing() -> bytes:
@@ -378,8 +378,7 @@ def main(given: Sequence[str] | None = None) -> int:
         build = "from bench import probes; print(probes.build('sm_90'))"
         report.run(Part("probes", ["-c", build], 120))
         for backend in BACKENDS:
-            listed = ["-m", "bench.launches", "--backend", backend, *recording(backend)]
-            report.run(Part(f"recording of {backend}", listed, 300))
+            report.run(Part(f"recording of {backend}", launches_of(backend), 300))
     parts = [part for part in parts if part.name not in kept]
     together, alone = ([p for p in parts if p.compares == kind] for kind in (True, False))
     ended = report.run_together(together)

@@ -187,7 +187,7 @@ def headline_table(rows: Sequence[Row]) -> str:
         )
     if not lines:
         return ""
-    note = f"Times are scaled to those of {ANCHOR} in the same rounds, but for CUDA graphs."
+    note = f"Times are scaled by {ANCHOR}'s in the same rounds, except those of CUDA graphs."
     return f"{table(lines, 'github')}\n\n{note}"
 
 

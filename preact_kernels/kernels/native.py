@@ -157,10 +157,11 @@ class NativeKernels(FlatOps, BlockKernels):
             given = list(map(Statistics, rest[:count], rest[count : 2 * count]))
             del rest[: 2 * count]
         kept, per_block = iter(rest), len(run.units)
-        keeps: list[bool] = []
-        for keep in wanted.block_inputs:
-            keeps += (keep, *[wanted.unit_inputs] * (per_block - 1))
-        inputs = [next(kept) if keep else None for keep in keeps]
+        inputs: list[Tensor | None] = []
+        for index in range(count):
+            block, unit = divmod(index, per_block)
+            is_kept = wanted.unit_inputs if unit else wanted.block_inputs[block]
+            inputs.append(next(kept) if is_kept else None)
         statistics = Statistics(mean, var) if wanted.statistics else None
         return BlockRunOutput(y, statistics, given, inputs)
 

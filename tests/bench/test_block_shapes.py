@@ -290,7 +290,7 @@ def test_compiling_comes_first_and_leaves_out_what_fails(gpu, command):
     assert [row.note for row in rows if row.us_per_block is None] == [failed.note]
 
 
-def test_an_interrupted_run_keeps_its_rows_and_is_resumed(gpu, command):
+def test_an_interrupted_run_keeps_its_rows_and_is_resumed(gpu, command, monkeypatch):
     gpu.us[1, 1, "num_warps=4"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         command()
@@ -301,6 +301,11 @@ def test_an_interrupted_run_keeps_its_rows_and_is_resumed(gpu, command):
     rows = command("--resume")
     changes = sum(name is not None for name, *_ in gpu.calls)
     assert changes == len(rows) - len(known) > len(known) > 20
+    machine = measure.Machine("A GPU", "versions", "another", "date", "command")
+    monkeypatch.setattr(measure.Machine, "of", lambda device: machine)
+    gpu.calls.clear()
+    command("--resume")
+    assert sum(name is not None for name, *_ in gpu.calls) == len(rows)
 
 
 @pytest.mark.parametrize(
