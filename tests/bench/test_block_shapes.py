@@ -190,7 +190,7 @@ def test_a_time_is_that_of_a_block_of_a_stage_with_the_change(monkeypatch):
 def test_a_few_blocks_compile_the_kernels_of_a_short_stage():
     group_size = backend_module("run_weight_gradients").group_size
     few, all_blocks = block_shapes.BLOCKS_TO_COMPILE, block_shapes.BLOCKS
-    sizes = {group_size(blocks - n) for blocks in (few, all_blocks) for n in (0, 1)}
+    sizes = {group_size(blocks - n, 1) for blocks in (few, all_blocks) for n in (0, 1)}
     assert len(sizes) == 1  # with and without the block with a projection
 
 

@@ -79,7 +79,8 @@ def test_a_block_has_its_launches_also_with_a_float32_stream(backend, tmp_path):
     unit_rows = [r for r in rows if r.kernel[:2] in KERNELS_OF_UNITS]
     for stage, count in zip("123", LAUNCHES_A_BLOCK[backend], strict=True):
         own = [r for r in unit_rows if r.stage == stage]
-        assert sum(round(row.launches_per_block) for row in own) == count
+        # Of 17 blocks, 16 or more have each launch, and 9 or fewer end a group.
+        assert sum(round(row.launches_per_block - 0.1) for row in own) == count
         assert {row.kernel[:2] for row in own} == set(KERNELS_OF_UNITS)
     assert all(r.dependent > 0.9 for r in unit_rows if r.stage in "123")
     first = [r for r in unit_rows if r.stage == "1"]

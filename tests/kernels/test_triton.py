@@ -54,6 +54,7 @@ from preact_kernels.kernels.triton import (
     configurations,
     conv,
     launch,
+    reduction,
     run_units,
     run_weight_gradients,
 )
@@ -510,21 +511,60 @@ def test_a_profiler_sees_launches_of_known_kernels(name, is_chain, monkeypatch):
 
 
 def test_the_arguments_of_a_launch_for_many_blocks_are_few():
-    assert [run_weight_gradients.group_size(blocks) for blocks in (1, 5, 110, 5000)] == [
-        1,
-        4,
-        14,
-        64,
-    ]
+    sizes = [run_weight_gradients.group_size(blocks, 1) for blocks in (1, 5, 110, 5000)]
+    assert sizes == [1, 4, 14, 64]
+
+
+@pytest.mark.parametrize(
+    ("memory", "in_one_pass", "limit"),
+    [
+        ("store", True, 1200),
+        ("store", False, 6000),
+        ("rebuild", False, 6000),
+        ("rebuild", False, 1),  # less than of one block
+    ],
+)
+def test_weight_gradients_of_a_run_hold_as_many_blocks_as_the_limit_allows(
+    memory, in_one_pass, limit, monkeypatch
+):
+    replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
+    monkeypatch.setattr(run_weight_gradients, "_MOST_GROUPS", 1)
+    monkeypatch.setattr(run_weight_gradients, "_MOST_BYTES", limit)
+    stage, x = plain_stage(blocks=5, memory=memory)
+    first = stage[0].conv1.weight.shape  # of the unit whose input is rebuilt
+    read: dict = {}  # bytes of a block that its launch alone keeps alive, by shape of the weight
+    groups: dict = {}  # blocks of each group, and bytes of a block
+    launch_weight, launch_sums = WeightGradientLaunch.__call__, reduction.launch_sum_partials
+
+    def recorded_weight(launch, units, *args):
+        dy, h, _ = units[0]
+        shape = launch.unit.weight_shape
+        read[shape] = dy.nbytes + (h.nbytes if memory == "rebuild" and shape == first else 0)
+        launch_weight(launch, units, *args)
+
+    def recorded_sums(partials, results, prepared):
+        shape = results.shape[1:]
+        block_bytes = partials[0].nbytes + read.get(shape, 0)
+        groups.setdefault((shape, block_bytes), []).append(len(partials))
+        launch_sums(partials, results, prepared)
+
+    monkeypatch.setattr(WeightGradientLaunch, "__call__", recorded_weight)
+    replace(monkeypatch, "launch_sum_partials", recorded_sums)
+    evaluate(stage, {"x": x})
+    assert len(groups) == 3
+    for (_, block_bytes), sizes in groups.items():
+        assert max(sizes) == min(5, max(1, limit // block_bytes))
+    assert any(len(sizes) > 1 for sizes in groups.values())
 
 
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():
     weight = torch.randn(16, 16, 1, 1)
     kept = {}
     for in_one_pass in (True, False):
-        backward = SimpleNamespace(in_one_pass=in_one_pass, programs=2)
+        sizes = SimpleNamespace(x_bytes=0, y_bytes=0)
+        backward = SimpleNamespace(in_one_pass=in_one_pass, programs=2, sizes=sizes)
         unit = SimpleNamespace(conv_weights=[weight] * 4, backward=backward)
-        gradients = run_weight_gradients.RunWeightGradients(unit, 4, weight)
+        gradients = run_weight_gradients.RunWeightGradients(unit, 4, weight, False)
         whole, h = torch.randn(2, 16, 3, 3), torch.randn(2, 16, 3, 3)
         alive = weakref.ref(h)
         gradients.add(3, whole, h, Norm(weight, weight, weight, weight, 0.0))

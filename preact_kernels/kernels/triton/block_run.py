@@ -118,7 +118,10 @@ def _backward(
     norms = run_norms(run, cast(Sequence[Statistics], run.statistics))
     inv_count = 1 / pixels_of(x) if run.units[0].uses_batch else 0.0
     kept = [None if t is None else aligned(t) for t in inputs]
-    weight_gradients = [RunWeightGradients(unit, blocks, x) for unit in units]
+    weight_gradients = [
+        RunWeightGradients(unit, blocks, x, is_x_rebuilt=index == 0 and bool(rebuilt))
+        for index, unit in enumerate(units)
+    ]
     sums = _Accumulators(x, [u.backward.sizes.shape.C for u in units], blocks)
     gradient = kernel_gradient(aligned_gradient(dy))
     block_dy: Tensor | None = None

@@ -14,24 +14,40 @@ from preact_kernels.kernels.triton.reduction import launch_sum_partials
 from preact_kernels.kernels.triton.run_units import RunUnit
 from preact_kernels.kernels.triton.weight_gradient import WeightInputs, new_weight_gradients
 
-_MOST_GROUPS = 8
-_SMALLEST_GROUP = 4
+_MOST_GROUPS = 8  # unless a group would hold more than _MOST_BYTES
+_SMALLEST_GROUP = 4  # likewise
 _LARGEST_GROUP = 64  # a block takes 56 bytes of a launch's arguments, which are at most 4 KB
+_MOST_BYTES = 24 << 20  # for one unit; a bottleneck has three
 
 
-def group_size(blocks: int) -> int:
-    """Blocks per group of a run; the last group may have fewer."""
+def group_size(blocks: int, block_bytes: int) -> int:
+    """Blocks per group of a run; the last group may have fewer.
+
+    Args:
+        blocks: of the run.
+        block_bytes: memory that a group holds for each of its blocks.
+    """
     size = max(_SMALLEST_GROUP, ceil_div(blocks, _MOST_GROUPS))
-    return min(blocks, size, _LARGEST_GROUP)
+    return min(blocks, size, _LARGEST_GROUP, max(1, _MOST_BYTES // block_bytes))
 
 
 class RunWeightGradients:
-    """Gradients of the weights of one unit of each block, from the last block to the first."""
+    """Gradients of the weights of one unit of each block, from the last block to the first.
 
-    def __init__(self, unit: RunUnit, blocks: int, x: Tensor) -> None:
+    Args:
+        unit: the unit.
+        blocks: of the run.
+        x: any tensor on the device.
+        is_x_rebuilt: whether inputs of the unit live only as long as their group.
+    """
+
+    def __init__(self, unit: RunUnit, blocks: int, x: Tensor, is_x_rebuilt: bool) -> None:
         launch = self._launch = unit.backward
-        group = self._group = group_size(blocks)
         weights = unit.conv_weights[0].numel()
+        block_bytes = launch.programs * weights * torch.float32.itemsize
+        if not launch.in_one_pass:
+            block_bytes += launch.sizes.y_bytes + is_x_rebuilt * launch.sizes.x_bytes
+        group = self._group = group_size(blocks, block_bytes)
         shape = group, launch.programs, weights
         if launch.in_one_pass:  # each launch stores in one slot
             rows = aligned_rows(x, group, launch.programs * weights, torch.float32)
