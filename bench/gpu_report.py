@@ -36,7 +36,7 @@ from bench.records import LAUNCHES, slug
 
 LIBRARIES = [str(ROOT / "preact_kernels" / name) for name in ("_cpu.so", "_cuda.so")]
 LISTING = ROOT / "build" / "libraries.sha256"  # hashes of libraries and sources
-PASSED = "passed.txt"  # options of pytest that leave out the tests that passed
+PASSED = "passed.txt"  # names of tests that passed
 KERNEL_TESTS = (
     "kernels/test_cuda_fragments",
     "kernels/test_cuda",
@@ -129,7 +129,8 @@ def tests(folder: Path, seconds: float) -> Part:
     Tests in `folder` / PASSED are left out, and on a GPU those of the CPU backend.
     """
     command = ["-m", "pytest", "-v", "-rfEs", "--tb=short", "--maxfail=100"]
-    command += ["-p", "no:cacheprovider", "-m", "not slow", f"@{folder / PASSED}"]
+    command += ["-p", "no:cacheprovider", "-m", "not slow"]
+    command += ["-p", "bench.left_out", "--left-out", str(folder / PASSED)]
     if torch.cuda.is_available():
         command += ["-k", "not cpu"]
     if importlib.util.find_spec("xdist"):
@@ -298,7 +299,7 @@ class Report:
         lines = re.split(r"[\r\n]+", output.decode(errors="replace").strip())
         if part.name == "tests":
             with (self.folder / PASSED).open("a") as passed:
-                passed.writelines(f"--deselect={name}\n" for name in passed_tests(lines))
+                passed.writelines(f"{name}\n" for name in passed_tests(lines))
         counts = [line for line in lines if re.search(r"\d (passed|failed)", line)]  # from pytest
         last = [*lines, *counts[-1:]][-1].strip("= ")[-200:]
         if re.search(r"\(exit status (124|137)\)", last):  # of `timeout`, in the Makefile

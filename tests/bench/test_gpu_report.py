@@ -1,5 +1,6 @@
 """The report of a GPU machine: failing or hanging parts stop no others; libraries are current."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -266,16 +267,42 @@ def test_tests_that_had_no_time_run_again_without_those_that_passed(machine, tmp
 
     monkeypatch.setattr(measure, "run_process", run_tests)
     machine.late = ("tests",)
-    passed = ["--deselect=tests/a.py::test_b[(1, 2)-x]", "--deselect=tests/a.py::test_d"]
+    passed = ["tests/a.py::test_b[(1, 2)-x]", "tests/a.py::test_d"]
     gpu_report.main([str(tmp_path)])
     assert ran == [[], passed]
-    assert f"@{tmp_path}/passed.txt" in machine.commands["tests"]
+    assert f"{tmp_path}/passed.txt" in machine.commands["tests"]
     assert machine.limits["tests"] > 150  # what was left in the end
     gpu_report.main([str(tmp_path), "--resume", str(tmp_path)])
     assert ran[2] == 2 * passed
     machine.late = ()
     gpu_report.main([str(tmp_path)])  # does not resume
     assert ran[4:] == [[]]
+
+
+SOME_PASS = """import pytest
+def test_a(): pass
+def test_a_b(): assert False
+@pytest.mark.parametrize("x", ["1", "1]2"])
+def test_c(x): assert x == "1"
+"""
+
+
+def test_a_test_that_failed_runs_again_though_its_name_begins_with_one_that_passed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(measure, "ROOT", tmp_path)  # where processes run
+    monkeypatch.setenv("PYTHONPATH", str(gpu_report.ROOT))
+    (tmp_path / "pytest.ini").touch()  # names begin with tests/
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_names.py").write_text(SOME_PASS)
+    part = gpu_report.tests(tmp_path, 60)
+    options = [word for word in part.command if not word.startswith("tests/")]
+    report = Report(tmp_path, seconds=200)
+    for _ in range(2):
+        report.run(dataclasses.replace(part, command=[*options, "tests/test_names.py"]))
+    first, second = summary(tmp_path)
+    assert " 2 failed, 2 passed" in first
+    assert " 2 failed" in second and "passed" not in second
 
 
 def test_parts_that_compare_run_at_the_same_time(tmp_path):
@@ -309,7 +336,7 @@ def test_a_report_of_other_sources_or_of_another_gpu_repeats_every_part(machine,
     earlier = tmp_path / "earlier"
     earlier.mkdir()
     (earlier / "summary.txt").write_text(SUMMARY.replace("abc on NVIDIA H200", sources))
-    (earlier / "passed.txt").write_text("--deselect=tests/a.py::test_b\n")
+    (earlier / "passed.txt").write_text("tests/a.py::test_b\n")
     assert gpu_report.main([str(tmp_path / "out"), "--resume", str(earlier)]) == 0
     assert list(machine.commands) == ["libraries", *TESTS, *MEASURED]
     assert (tmp_path / "out" / "passed.txt").read_text() == ""
