@@ -48,6 +48,10 @@ class Span(NamedTuple):
     keeps_blocks: tuple[bool, ...]  # for every block, keep its input for backward
     keeps_units: bool  # keep the inputs of their other units
 
+    def extended(self, keep: bool) -> "Span":
+        """The span with the next block, whose input is kept if `keep`."""
+        return self._replace(end=self.end + 1, keeps_blocks=(*self.keeps_blocks, keep))
+
 
 class StageValues(NamedTuple):
     """A value for each tensor of a stage: the tensor, its gradient, or whether that is wanted."""
@@ -187,15 +191,11 @@ class Stage:
         """
         spans: list[Span] = []
         for index, keep in enumerate(keeps, begin):
-            is_run = runnable[index]
-            if spans and is_run:
-                last = spans[-1]
-                units = self.blocks[index - 1].units
-                if last.is_run and units == self.blocks[index].units:
-                    keeps_blocks = *last.keeps_blocks, keep
-                    spans[-1] = last._replace(end=index + 1, keeps_blocks=keeps_blocks)
-                    continue
-            spans.append(Span(index, index + 1, is_run, (keep,), keeps_units))
+            units, is_run = self.blocks[index].units, runnable[index]
+            if is_run and spans and spans[-1].is_run and self.blocks[index - 1].units == units:
+                spans[-1] = spans[-1].extended(keep)
+            else:
+                spans.append(Span(index, index + 1, is_run, (keep,), keeps_units))
         return spans
 
     def forward(
@@ -321,8 +321,7 @@ class StageBackward:
             for index, keep in enumerate(span.keeps_blocks, span.begin):
                 is_run = self._needs_all(index)
                 if is_run and own and own[-1].is_run:
-                    keeps_blocks = *own[-1].keeps_blocks, keep
-                    own[-1] = own[-1]._replace(end=index + 1, keeps_blocks=keeps_blocks)
+                    own[-1] = own[-1].extended(keep)
                 else:
                     own.append(Span(index, index + 1, is_run, (keep,), span.keeps_units))
             parts += own
