@@ -276,6 +276,15 @@ def test_a_native_run_may_end_with_an_input_that_is_kept(kind, cpu_backend, monk
 
 
 @pytest.mark.calls(FORWARD)
+def test_native_runs_stop_at_a_projection_that_keeps_the_shape(cpu_backend, monkeypatch):
+    stage = direct_stage("basic", 3)
+    stage[3].shortcut = torch.nn.Conv2d(DIRECT_WIDTH, DIRECT_WIDTH, 1, bias=False)
+    calls = recorded_calls(cpu.kernels(), "block_run_backward", monkeypatch)
+    check(stage, plain_copy(stage), {"x": images()})
+    assert {len(run.eps) for run, *_ in calls} == {2}  # a block each
+
+
+@pytest.mark.calls(FORWARD)
 def test_native_runs_take_rounded_weights_under_autocast(cpu_backend, monkeypatch):
     stage = direct_stage()
     calls = recorded_calls(cpu.kernels(), "block_run_forward", monkeypatch)
