@@ -142,8 +142,8 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   for (size_t block = 0; block < keeps.size(); ++block) {
     if (!keeps[block]) rebuilt.push_back(block);
   }
-  PK_CHECK(rebuilt.empty() || run.units_per_block > 1,
-           "kept_blocks: expected all blocks of one unit");
+  PK_CHECK(rebuilt.empty() || run.units_per_block > 1, "kept_blocks: expected all ", keeps.size(),
+           " blocks if units_per_block is 1, got ", given.kept_blocks.size());
   PK_CHECK(given.y.has_value() != keeps.back(),
            "y: expected the output if the last block is not kept, else None");
   size_t left = run.units() - rebuilt.size();  // of `inputs`
