@@ -100,9 +100,7 @@ __device__ FullVector<T> where_nonzero(const FullVector<T>& choices, const FullV
     if constexpr (sizeof(T) == 4) {
       kept[i] = __uint_as_float(mask[i]) == 0 ? 0 : kept[i];
     } else {
-      // The upper bit of a half is set where the others are not all zero.
-      const uint32_t nonzero = ((mask[i] & 0x7fff7fffu) + 0x7fff7fffu) & 0x80008000u;
-      kept[i] &= (nonzero >> 15) * 0xffffu;
+      kept[i] &= mask_of_nonzero<T>(mask[i]);
     }
   }
   FullVector<T> result;

@@ -46,6 +46,13 @@ __device__ inline Half from_float<Half>(float value) {
   return __float2half_rn(value);
 }
 
+// The same value. The compiler cannot tell: it computes anew what follows, and keeps it in no
+// register from elsewhere.
+__device__ inline int untraced(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Two 16-bit numbers in a register, the first in the low half.
 template <class T>
 __device__ inline uint32_t pack_pair(float low, float high);
@@ -59,15 +66,43 @@ __device__ inline uint32_t pack_pair<Half>(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
+// The same, with 0 for negative numbers. NaN stays NaN.
+template <class T>
+__device__ inline uint32_t pack_relu_pair(float low, float high);
+template <>
+__device__ inline uint32_t pack_relu_pair<BFloat16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <>
+__device__ inline uint32_t pack_relu_pair<Half>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
 template <class T>
 __device__ inline float2 unpack_pair(uint32_t pair);
 template <>
 __device__ inline float2 unpack_pair<BFloat16>(uint32_t pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+  // The upper half of a float32; CUDA's conversion of two takes three instructions.
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 template <>
 __device__ inline float2 unpack_pair<Half>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+// All bits of the numbers of a pair that are not zero. NaN is not zero.
+template <class T>
+__device__ inline uint32_t mask_of_nonzero(uint32_t pair);
+template <>
+__device__ inline uint32_t mask_of_nonzero<BFloat16>(uint32_t pair) {
+  return __hneu2_mask(*reinterpret_cast<const __nv_bfloat162*>(&pair), __nv_bfloat162{});
+}
+template <>
+__device__ inline uint32_t mask_of_nonzero<Half>(uint32_t pair) {
+  return __hneu2_mask(*reinterpret_cast<const __half2*>(&pair), __half2{});
 }
 
 // The shared memory that the block was launched with.
@@ -77,6 +112,11 @@ __device__ inline unsigned char* dynamic_shared() {
 }
 __device__ inline uint32_t shared_address(const void* smem) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+}
+
+// Asks for the line of global memory at this address, which is read soon.
+__device__ inline void prefetch_to_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 // Starts a copy of 16 bytes to shared memory, of zeros unless `exists`: `from` is then not read.
@@ -128,6 +168,18 @@ __device__ inline void let_dependents_start() {
 // Adds to a word of global memory, in no order, with wraparound.
 __device__ inline void add_relaxed(uint64_t* to, uint64_t added) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(added) : "memory");
+}
+
+// A counter in global memory that the blocks of a cooperative launch wait for. What a block wrote
+// before it added is seen by who has then loaded the counter, and by the threads that meet it at a
+// barrier of their block.
+__device__ inline void add_release(unsigned* to, unsigned added) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(added) : "memory");
+}
+__device__ inline unsigned load_acquire(const unsigned* from) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
 }
 
 // d += a * b for a [16, 16] and b [16, 8] of BFloat16 or Half, which the last argument names.
@@ -209,23 +261,42 @@ inline bool prepare_kernel(const char* name, const void* kernel) {
   return prepared[{kernel, device}] = attributes.ptxVersion >= 90;
 }
 
-// Launches kernel(params) on a grid of `blocks` blocks. Throws if the launch fails. A dependent
-// kernel calls `wait_for_predecessors`.
+// How a kernel is launched.
+enum class LaunchKind {
+  kPlain,
+  kDependent,    // may start while the launch ahead runs; calls `wait_for_predecessors`
+  kCooperative,  // all blocks are resident: they may wait for each other
+};
+
+// Launches kernel(params) on a grid of `blocks` blocks. Throws if the launch fails.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t stream, const Params& params,
-            bool is_dependent = false) {
+            LaunchKind kind = LaunchKind::kPlain) {
   const void* function = reinterpret_cast<const void*>(kernel);
   const bool may_depend = prepare_kernel(name, function);
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  if (kind == LaunchKind::kCooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = blocks, config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes, config.stream = stream;
-  if (is_dependent && may_depend) config.attrs = &attribute, config.numAttrs = 1;
+  if (kind == LaunchKind::kCooperative || (kind == LaunchKind::kDependent && may_depend)) {
+    config.attrs = &attribute, config.numAttrs = 1;
+  }
   void* arguments[] = {const_cast<Params*>(&params)};
   check_cuda(name, cudaLaunchKernelExC(&config, function, arguments));
+}
+template <class Params>
+void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
+            size_t shared_bytes, cudaStream_t stream, const Params& params, bool is_dependent) {
+  launch(name, kernel, blocks, threads, shared_bytes, stream, params,
+         is_dependent ? LaunchKind::kDependent : LaunchKind::kPlain);
 }
 // Fills memory with zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t stream) {

@@ -37,7 +37,7 @@ def fragments():
             pytest.skip(f"no C++ compiler: {build.CXX[0]} not found")
         path = build.build("fragments")
     library = ctypes.CDLL(str(path))
-    for entry in ("product", "conversion", "copy", "division", "exact_sums"):
+    for entry in ("product", "conversion", "shuffle", "copy", "division", "exact_sums"):
         getattr(library, entry).restype = ctypes.c_char_p
     return library
 
@@ -121,19 +121,46 @@ def special_numbers():
     return torch.cat([numbers, torch.randn(-len(numbers) % 64 + 64)])
 
 
+def converted(fragments, dtype, numbers, is_relu=False):
+    """The numbers, rounded, in float32: 64 in pairs, the next 64 one by one, and so on."""
+    given, found = numbers.to(DEVICE), torch.empty_like(numbers, device=DEVICE)
+    blocks = len(numbers) // 64
+    message = fragments.conversion(DTYPES.index(dtype), *pointers(given, found), blocks, is_relu)
+    assert not message
+    return found.cpu()
+
+
 @every_dtype
 def test_conversions_round_as_pytorch_does(fragments, dtype):
     numbers = special_numbers().view(-1, 64).repeat_interleave(2, 0).flatten()  # in pairs, singly
-    given, found = numbers.to(DEVICE), torch.empty_like(numbers, device=DEVICE)
-    blocks = len(numbers) // 64
-    assert not fragments.conversion(DTYPES.index(dtype), *pointers(given, found), blocks)
-    found = found.cpu()
+    found = converted(fragments, dtype, numbers)
     if dtype == torch.float32:
         found = (found.view(torch.int32) & ~0x1FFF).view(dtype)  # what matrix instructions read
     expected = as_tf32(numbers) if dtype == torch.float32 else numbers.to(dtype).float()
     is_nan = numbers.isnan()
     assert found[is_nan].isnan().all()
     assert same_bits(found[~is_nan], expected[~is_nan])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_a_pair_is_rounded_and_is_zero_where_it_was_negative(fragments, dtype):
+    numbers = special_numbers()
+    numbers = torch.cat([numbers, numbers.roll(1)]).view(-1, 64)  # in both halves of a pair
+    pairs = torch.stack([numbers, torch.zeros_like(numbers)], 1)
+    found = converted(fragments, dtype, pairs.flatten(), True).view_as(pairs)[:, 0]
+    expected = numbers.relu().to(dtype).float()
+    is_nan = numbers.isnan()
+    assert is_nan.any() and found[is_nan].isnan().all()
+    is_zero = expected == 0  # of either sign
+    assert not found[is_zero].any()
+    assert same_bits(found[~is_nan & ~is_zero], expected[~is_nan & ~is_zero])
+
+
+def test_a_lane_reads_the_value_of_another(fragments):
+    values, lanes = torch.randn(32), torch.randint(32, (32,), dtype=torch.int32)
+    given, found = [t.to(DEVICE) for t in (values, lanes)], torch.empty(32, device=DEVICE)
+    assert not fragments.shuffle(*pointers(*given, found))
+    assert same_bits(found.cpu(), values[lanes.long()])
 
 
 def test_copies_land_at_their_waits_and_zeros_where_there_is_nothing(fragments):

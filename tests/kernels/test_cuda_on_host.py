@@ -19,8 +19,8 @@ if shutil.which(build.CXX[0]) is None:
 SEEDS = range(20)
 COUNT = 64
 ENTRIES = (
-    "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "empty_grid",
-    "chain", "plain_chain",
+    "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "all_blocks",
+    "empty_grid", "chain", "plain_chain",
 )  # fmt: skip
 
 
@@ -32,11 +32,11 @@ def planted():
     return library
 
 
-def run(library, name, variant=0, seed=0, count=COUNT, resident_blocks=4):
+def run(library, name, variant=0, seed=0, count=COUNT, resident_blocks=4, multiprocessors=2):
     """The output of a planted kernel on random numbers, those numbers, and the message."""
     values = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     out = np.full(count, np.nan, np.float32)
-    library.cuda_on_host_set(ctypes.c_uint64(seed), 2, resident_blocks)
+    library.cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_blocks)
     pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (values, out))
     return out, values, getattr(library, name)(*pointers, variant).decode()
 
@@ -135,6 +135,31 @@ def test_blocks_that_meet_wrongly_show_in_some_schedules(planted):
 
 def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):
     assert planted.empty_grid().decode() == "empty: invalid configuration: blocks of a grid"
+
+
+def right_cooperative_schedules(library, variant, resident_blocks):
+    """The seeds with which eight blocks that wait for each other give the right result."""
+    found = []
+    for seed in SEEDS:
+        options = {"resident_blocks": resident_blocks, "multiprocessors": 8}
+        out, values, message = run(library, "all_blocks", variant, seed, **options)
+        assert not message
+        found += [seed] * bool((out[:8] == np.add.accumulate(values[:8])[-1]).all())
+    return found
+
+
+@pytest.mark.parametrize("resident_blocks", [1, 4, 8])
+def test_all_blocks_of_a_cooperative_launch_run_at_once(planted, resident_blocks):
+    """However few blocks of other launches do; else they would wait for ever."""
+    assert right_cooperative_schedules(planted, 0, resident_blocks) == list(SEEDS)
+    for variant in (1, 2):
+        right = right_cooperative_schedules(planted, variant, resident_blocks)
+        assert len(right) < len(SEEDS), variant
+
+
+def test_a_cooperative_launch_of_more_blocks_than_multiprocessors_is_refused(planted):
+    message = run(planted, "all_blocks", multiprocessors=7)[2]
+    assert message == "all_blocks: invalid configuration: blocks that are not resident"
 
 
 CHAIN = 8 * COUNT

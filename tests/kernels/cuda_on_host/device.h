@@ -63,6 +63,17 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, PK_SITE) {
   });
   return own.result;
 }
+template <class T>
+T __shfl_sync(unsigned mask, T value, int lane, PK_SITE) {
+  struct {
+    T value, result;
+    int lane;
+  } own = {value, value, lane};
+  cuda_on_host::collective("__shfl_sync", mask, {file, line}, own, [](auto** of) {
+    for (unsigned i = 0; i < cuda_on_host::kLanes; ++i) of[i]->result = of[of[i]->lane]->value;
+  });
+  return own.result;
+}
 
 // Where blocks meet: others may run before and after each of these.
 inline void __threadfence() { cuda_on_host::yield(); }
@@ -102,19 +113,36 @@ template <class T>
 T from_float(float value) {
   return cuda_on_host::narrowed<T>(value);
 }
+inline int untraced(int value) { return value; }
+
 template <class T>
 uint32_t pack_pair(float low, float high) {
   return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+}
+// A number that is not negative, or NaN.
+inline float relu_of(float value) { return value <= 0 ? 0.0f : value; }
+template <class T>
+uint32_t pack_relu_pair(float low, float high) {
+  return pack_pair<T>(relu_of(low), relu_of(high));
 }
 template <class T>
 float2 unpack_pair(uint32_t pair) {
   return {to_float(T{static_cast<uint16_t>(pair)}), to_float(T{static_cast<uint16_t>(pair >> 16)})};
 }
 
+template <class T>
+uint32_t mask_of_nonzero(uint32_t pair) {
+  const float2 numbers = unpack_pair<T>(pair);
+  return (numbers.x != 0 ? 0xffffu : 0) | (numbers.y != 0 ? 0xffff0000u : 0);
+}
+
 inline void wait_for_predecessors() { cuda_on_host::wait_for_predecessors(); }
 inline void let_dependents_start() { cuda_on_host::let_dependents_start(); }
 
 inline void add_relaxed(uint64_t* to, uint64_t added) { atomicAdd(to, added); }
+
+inline void add_release(unsigned* to, unsigned added) { atomicAdd(to, added); }
+inline unsigned load_acquire(const unsigned* from) { return __ldcg(from); }
 
 inline unsigned char* dynamic_shared() { return cuda_on_host::position->shared; }
 
@@ -128,6 +156,8 @@ uint32_t to_tf32(float value);
 inline float with_canonical_nan(float value) {
   return std::isnan(value) ? __uint_as_float(0x7fffffffu) : value;
 }
+
+inline void prefetch_to_l2(const void*) {}
 
 inline void cp_async_16(void* smem, const void* global, bool valid) {
   cuda_on_host::copy_async_16(smem, valid ? global : nullptr);
@@ -156,18 +186,29 @@ int tiles_of(const Params&, long) {
   return 0;
 }
 
+enum class LaunchKind { kPlain, kDependent, kCooperative };
+
 // Runs kernel(params) on a grid of `blocks` blocks.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
-            size_t shared_bytes, cudaStream_t, const Params& params, bool is_dependent = false) {
+            size_t shared_bytes, cudaStream_t, const Params& params,
+            LaunchKind kind = LaunchKind::kPlain) {
   cuda_on_host::launch({name, blocks, threads, shared_bytes, &params, sizeof(Params), 0,
-                        is_dependent, reinterpret_cast<const void*>(kernel), tiles_of(params, 0)},
+                        kind == LaunchKind::kDependent, reinterpret_cast<const void*>(kernel),
+                        tiles_of(params, 0), kind == LaunchKind::kCooperative},
                        [kernel, params] { kernel(params); });
+}
+template <class Params>
+void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
+            size_t shared_bytes, cudaStream_t stream, const Params& params, bool is_dependent) {
+  launch(name, kernel, blocks, threads, shared_bytes, stream, params,
+         is_dependent ? LaunchKind::kDependent : LaunchKind::kPlain);
 }
 // Zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) {
-  cuda_on_host::launch({"fill_zeros", 1, 1, 0, &memory, sizeof(memory), bytes, false, nullptr, 0},
-                       [memory, bytes] { std::memset(memory, 0, bytes); });
+  cuda_on_host::launch(
+      {"fill_zeros", 1, 1, 0, &memory, sizeof(memory), bytes, false, nullptr, 0, false},
+      [memory, bytes] { std::memset(memory, 0, bytes); });
 }
 
 }  // namespace preact_kernels::cuda

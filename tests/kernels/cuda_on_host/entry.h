@@ -31,9 +31,10 @@ const char* run_all(const Body& launches) {
 
 template <class Params>
 const char* run(const char* name, void (*kernel)(Params), unsigned blocks, unsigned threads,
-                size_t shared_bytes, const Params& params) {
+                size_t shared_bytes, const Params& params,
+                preact_kernels::cuda::LaunchKind kind = preact_kernels::cuda::LaunchKind::kPlain) {
   return run_all([&] {
     preact_kernels::cuda::launch(name, kernel, dim3(blocks), dim3(threads), shared_bytes, nullptr,
-                                 params);
+                                 params, kind);
   });
 }

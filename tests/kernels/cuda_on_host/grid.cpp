@@ -284,21 +284,26 @@ class Block {
 class Grid {
  public:
   // Throws where the launch is refused.
-  Grid(std::string name, dim3 grid, dim3 threads, size_t shared_bytes, bool is_dependent,
-       std::function<void()> kernel)
-      : name_(std::move(name)),
-        grid_(grid),
-        threads_(threads),
-        shared_bytes_(shared_bytes),
-        is_dependent_(is_dependent),
+  Grid(const Launch& launch, std::function<void()> kernel)
+      : name_(launch.name),
+        grid_(launch.blocks),
+        threads_(launch.threads),
+        shared_bytes_(launch.shared_bytes),
+        is_dependent_(launch.is_dependent),
+        resident_blocks_(settings.resident_blocks),
         kernel_(std::move(kernel)) {
+    const dim3 &grid = grid_, &threads = threads_;
     if (threads.count() == 0 || threads.count() > 1024 || threads.z > 64) {
       refuse("threads of a block");
     }
     if (grid.count() == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
       refuse("blocks of a grid");
     }
-    if (shared_bytes > settings.most_shared_bytes) refuse("shared memory");
+    if (shared_bytes_ > settings.most_shared_bytes) refuse("shared memory");
+    if (launch.is_cooperative) {
+      if (grid.count() > size_t(settings.multiprocessors)) refuse("blocks that are not resident");
+      resident_blocks_ = grid.count();
+    }
     order_.resize(grid.count());
     for (size_t i = 0; i < order_.size(); ++i) {
       order_[i] = i;
@@ -321,7 +326,7 @@ class Grid {
   void finish() {
     running_.swap(waiting_);
     for (std::unique_ptr<Block>& block : running_) block->end_wait();
-    start_blocks(settings.resident_blocks, false);
+    start_blocks(resident_blocks_, false);
     run();
   }
 
@@ -368,6 +373,7 @@ class Grid {
   dim3 grid_, threads_;
   size_t shared_bytes_;
   bool is_dependent_;
+  size_t resident_blocks_;  // that run at once
   std::function<void()> kernel_;
   Generator generator_{settings.seed};
   std::vector<size_t> order_;
@@ -458,9 +464,7 @@ void wait_for_copies(size_t most) {
 
 void launch(const Launch& launch, std::function<void()> kernel) {
   if (settings.listener) return settings.listener(&launch);
-  stream.launch(std::make_unique<Grid>(launch.name, launch.blocks, launch.threads,
-                                       launch.shared_bytes, launch.is_dependent,
-                                       std::move(kernel)));
+  stream.launch(std::make_unique<Grid>(launch, std::move(kernel)));
 }
 
 void synchronize() { stream.synchronize(); }

@@ -42,6 +42,7 @@ struct Launch {
   bool is_dependent;    // may begin before the launch ahead of it has ended
   const void* kernel;   // null: a fill
   int tiles;            // that the blocks share; 0: the kernel has no tiles
+  bool is_cooperative;  // all blocks run at once
 };
 
 // What tests set.

@@ -106,6 +106,24 @@ __global__ void last_block_kernel(Params p) {
   for (unsigned i = 0; i < gridDim.x; ++i) p.out[i] = sum += parts[i];
 }
 
+// out = the sum of in of all blocks, in each block: for a cooperative launch. 1: does not wait for
+// the other blocks. 2: a block counts itself before it has stored its part.
+__global__ void all_blocks_kernel(Params p) {
+  float* parts = p.out + gridDim.x;
+  if (threadIdx.x == 0) {
+    if (p.variant != 2) parts[blockIdx.x] = p.in[blockIdx.x];
+    add_release(p.counter, 1);
+    if (p.variant == 2) parts[blockIdx.x] = p.in[blockIdx.x];
+    while (p.variant != 1 && load_acquire(p.counter) < gridDim.x) {
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x != 1) return;
+  float sum = 0;
+  for (unsigned i = 0; i < gridDim.x; ++i) sum += parts[i];
+  p.out[blockIdx.x] = sum;
+}
+
 // Launched one after the other: first = 2 * in, second = 2 * first, out = first + second.
 struct ChainParams {
   const float* in;
@@ -167,15 +185,19 @@ PK_ENTRY vectors(const float* in, float* out, int variant) {
 }
 // Eight blocks; `out` has room for 16 values.
 template <class Kernel>
-const char* run_meeting(const char* name, Kernel kernel, const float* in, float* out, int variant) {
+const char* run_meeting(const char* name, Kernel kernel, const float* in, float* out, int variant,
+                        LaunchKind kind = LaunchKind::kPlain) {
   unsigned counter = 0;
-  return run(name, kernel, 8, kThreads, 0, Params{in, out, variant, &counter});
+  return run(name, kernel, 8, kThreads, 0, Params{in, out, variant, &counter}, kind);
 }
 PK_ENTRY count(const float* in, float* out, int variant) {
   return run_meeting("count", count_kernel, in, out, variant);
 }
 PK_ENTRY last_block(const float* in, float* out, int variant) {
   return run_meeting("last_block", last_block_kernel, in, out, variant);
+}
+PK_ENTRY all_blocks(const float* in, float* out, int variant) {
+  return run_meeting("all_blocks", all_blocks_kernel, in, out, variant, LaunchKind::kCooperative);
 }
 PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }
 

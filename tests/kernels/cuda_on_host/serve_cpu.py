@@ -72,6 +72,7 @@ class _Launch(ctypes.Structure):
         ("is_dependent", ctypes.c_bool),
         ("kernel", ctypes.c_void_p),
         ("tiles", ctypes.c_int),
+        ("is_cooperative", ctypes.c_bool),
     )
 
 
