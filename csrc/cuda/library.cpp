@@ -21,6 +21,17 @@ extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cud
 
 namespace preact_kernels {
 bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream);  // norm_act_conv.cu
+// resident_run.cu
+bool resident_run_is_served(const Tensor& x, const std::vector<Tensor>& conv_weights,
+                            int64_t units_per_block, ScalarType dtype, bool is_backward);
+std::vector<Tensor> resident_run_forward(const Tensor& x, PK_RUN_PARAMETERS, bool with_stats,
+                                         const std::vector<int64_t>& kept_blocks,
+                                         bool keep_unit_inputs);
+std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMETERS,
+                                          const std::vector<Tensor>& inputs,
+                                          const std::vector<int64_t>& kept_blocks, double inv_count,
+                                          const std::optional<Tensor>& y,
+                                          const std::vector<Tensor>& negated);
 
 Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
   return new_tensor(like, {size.images, size.channels, size.height, size.width}, dtype,
@@ -34,9 +45,20 @@ using namespace preact_kernels;
 STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
   define_ops(m);
   m.def("norm_act_conv_is_served(Tensor conv_weight, bool float32_stream) -> bool");
+  m.def(
+      "resident_run_is_served(Tensor x, Tensor[] conv_weights, int units_per_block, "
+      "ScalarType dtype, bool is_backward) -> bool");
+  m.def("resident_run_forward(Tensor x, " PK_RUN
+        ", bool with_stats, int[] kept_blocks, bool keep_unit_inputs) -> Tensor[]");
+  m.def("resident_run_backward(" PK_GRADIENT ", " PK_RUN
+        ", Tensor[] inputs, int[] kept_blocks, float inv_count, Tensor? y, Tensor[] negated)"
+        " -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, CompositeExplicitAutograd, m) {
   implement_ops(m);
   m.impl("norm_act_conv_is_served", TORCH_BOX(&norm_act_conv_is_served));
+  m.impl("resident_run_is_served", TORCH_BOX(&resident_run_is_served));
+  m.impl("resident_run_forward", TORCH_BOX(&resident_run_forward));
+  m.impl("resident_run_backward", TORCH_BOX(&resident_run_backward));
 }

@@ -264,10 +264,6 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks, WeightGradientPa
   return memory;
 }
 
-// The most bytes kept of partial sums, and of what postponed weight gradients read. The latter's
-// partial sums are added up at once.
-constexpr int64_t kMostBytes = 72 << 20;
-
 void keep_partials(Workspace& workspace, const WeightGradientPartials& partials,
                    const Tensor& memory, cudaStream_t stream) {
   workspace.partials.push_back(partials);

@@ -34,6 +34,10 @@ struct Workspace {
   int64_t postponed_bytes = 0;
 };
 
+// The most bytes kept of partial sums, and of what postponed weight gradients read. The latter's
+// partial sums are added up at once.
+constexpr int64_t kMostBytes = 72 << 20;
+
 // Memory for the partial weight gradients of `blocks` blocks. Their sum goes to `conv_weight`.
 Tensor allocate_partials(const Tensor& conv_weight, int blocks,
                          cuda::WeightGradientPartials& partials);

@@ -72,9 +72,10 @@ struct RunGradients {
   std::vector<int64_t> channels;        // of each unit's sums
   std::vector<UnitGradients> of_units;  // their sums are parts of `sums`, [2 * C]
 
-  // The units of `wanted` come first in `units`.
+  // The units of `wanted` come first in `units`. `operands` are what the workspace packs.
   RunGradients(const Tensor& like, std::vector<Unit>& units,
-               const std::vector<Tensor>& conv_weights, const std::vector<Wanted>& wanted) {
+               const std::vector<Tensor>& conv_weights, const std::vector<Wanted>& wanted,
+               const std::vector<Tensor>& operands) {
     std::vector<int64_t> counts;
     int64_t total = 0;
     for (size_t i = 0; i < wanted.size(); ++i) {
@@ -82,7 +83,7 @@ struct RunGradients {
       counts.push_back(2 * channels[i]);
       total += counts[i];
     }
-    workspace = share_workspace(like, units, conv_weights, total);
+    workspace = share_workspace(like, units, operands, total);
     sums = empty_statistics(like, total);
     const std::vector<Tensor> parts = parts_of(sums, counts);
     const Accumulators all = sums_of(*workspace);
@@ -95,6 +96,10 @@ struct RunGradients {
       first += counts[i];
     }
   }
+
+  RunGradients(const Tensor& like, std::vector<Unit>& units,
+               const std::vector<Tensor>& conv_weights, const std::vector<Wanted>& wanted)
+      : RunGradients(like, units, conv_weights, wanted, conv_weights) {}
 
   // The sums of a unit, [2, C].
   Tensor sums_of_unit(size_t i) const {

@@ -6,18 +6,21 @@ what they hold on chip.
 
 import ctypes
 import functools
+import os
 import re
 import types
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from preact_kernels import torch_compat
 from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
     RELU,
+    BlockRun,
     Epilogue,
     Gradient,
     Gradients,
@@ -33,6 +36,10 @@ from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
 # Estimated, not measured: a 3x3 kernel of 64 channels takes 3,070 cycles of a multiprocessor for 64
 # pixels (0.21 ns a pixel on an H200), PyTorch's way 640 bytes a pixel (0.15 ns) and two launches.
 MOST_PIXELS = {(3, 64): 2**16}
+
+# Whether runs of bottlenecks take few launches, where the library has kernels for them
+# (csrc/cuda/resident_image.cuh). Off until they have been measured on a GPU.
+RESIDENT_RUNS = os.environ.get("PREACT_KERNELS_RESIDENT_RUNS") == "1"
 
 # How messages of PyTorch's two allocators begin; the second is `backend:cudaMallocAsync`.
 _OUT_OF_MEMORY = ("CUDA out of memory", "Allocation on device ")
@@ -90,6 +97,24 @@ class CUDAKernels(NativeKernels):
         if epilogue.conv_bias is not None:
             return pytorch_conv.norm_act_conv_forward(self, unit, inputs, epilogue)
         return super().norm_act_conv_forward(unit, inputs, epilogue)
+
+    def _is_resident(self, run: BlockRun, x: Tensor, is_backward: bool) -> bool:
+        weights = [p.conv_weight for p in run.parameters]
+        described = weights, len(run.units), run.units[0].dtype, is_backward
+        return RESIDENT_RUNS and self._ops.resident_run_is_served.default(x, *described)
+
+    def _run_forward(self, run: BlockRun, x: Tensor) -> Any:
+        """The op for `block_run_forward`: a resident run takes no statistics but those of `x`."""
+        if not any(run.statistics[1:]) and self._is_resident(run, x, False):
+            return self._ops.resident_run_forward.default
+        return super()._run_forward(run, x)
+
+    def _run_backward(self, run: BlockRun, dy: Gradient, kept: Sequence[Tensor]) -> Any:
+        """The op for `block_run_backward`: a resident run rebuilds no inputs."""
+        keeps_all = len(kept) == len(run.parameters)
+        if keeps_all and run.units[0].uses_batch and self._is_resident(run, dy.g, True):
+            return self._ops.resident_run_backward.default
+        return super()._run_backward(run, dy, kept)
 
     def norm_act_conv_backward(
         self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted

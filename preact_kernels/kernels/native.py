@@ -148,7 +148,7 @@ class NativeKernels(FlatOps, BlockKernels):
 
     def block_run_forward(self, run: BlockRun, x: Tensor, wanted: RunWanted) -> BlockRunOutput:
         given = list(filter(None, run.statistics))
-        op = self._ops.block_run_forward.default
+        op = self._run_forward(run, x)
         kept_blocks = [block for block, keep in enumerate(wanted.block_inputs) if keep]
         flat = *_flat_run(run, given), wanted.statistics, kept_blocks, wanted.unit_inputs
         y, mean, var, *rest = op(x, *flat)
@@ -164,6 +164,14 @@ class NativeKernels(FlatOps, BlockKernels):
             inputs.append(next(kept) if is_kept else None)
         statistics = Statistics(mean, var) if wanted.statistics else None
         return BlockRunOutput(y, statistics, given, inputs)
+
+    def _run_forward(self, run: BlockRun, x: Tensor) -> Any:
+        """The op for `block_run_forward`."""
+        return self._ops.block_run_forward.default
+
+    def _run_backward(self, run: BlockRun, dy: Gradient, kept: Sequence[Tensor]) -> Any:
+        """The op for `block_run_backward`; `kept` are the inputs that are."""
+        return self._ops.block_run_backward.default
 
     def block_run_backward(
         self, run: BlockRun, dy: Gradient, inputs: Sequence[Tensor | None], y: Tensor | None
@@ -181,7 +189,7 @@ class NativeKernels(FlatOps, BlockKernels):
         negated = torch_compat.foreach_neg(last) if last else ()
         inv_count = 1.0 / pixels_of(dy.g) if run.units[0].uses_batch else 0.0
         kept = [t for t in inputs if t is not None]
-        op = self._ops.block_run_backward.default
+        op = self._run_backward(run, dy, kept)
         given = *flat_gradient(dy), *_flat_run(run, statistics)
         g, whole, x, sums, *rest = op(*given, kept, kept_blocks, inv_count, y, negated)
         conv_weights, of_norms = rest[:count], rest[count:]

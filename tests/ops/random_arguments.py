@@ -43,7 +43,8 @@ class Sizes:
     def __init__(self, rng: Random, library: str, op: str) -> None:
         self.rng, self.library, self.op = rng, library, op
         is_native, is_function = library in ("cpu", "cuda"), library == "functions"
-        is_run = op.startswith("block_run")
+        self.is_resident = op.startswith("resident_run")
+        is_run = op.startswith("block_run") or self.is_resident
         multiplies = "conv" in op or is_run
         only_single = library == "cuda" or (is_native and (multiplies or op == "transpose"))
         self.dtype = rng.choice(FLOATS[:3] if only_single else FLOATS)
@@ -78,12 +79,24 @@ class Sizes:
         self.kept = [block for block in range(blocks) if rng.random() < 0.5]
         self.rebuilt = blocks - len(self.kept)
         self.rebuilds_last = blocks - 1 not in self.kept
+        if self.is_resident:  # bottlenecks; no more images than multiprocessors
+            self.dtype = rng.choice(FLOATS[1:3])
+            self.n, self.c, self.k, self.image = rng.randint(1, 2), 256, 256, [8, 8]
+            self.units_per_block, self.units = 3, 3
+            self.kept = [0] * (op == "resident_run_backward" or rng.random() < 0.5)
+            self.rebuilt, self.rebuilds_last = 0, False
         self.training = rng.random() < 0.6
         self.has_running = not self.training or rng.random() < 0.5
 
-    def shape(self, name: str) -> list[int]:
-        """The shape of a tensor argument."""
+    def shape(self, name: str, index: int = 0) -> list[int]:
+        """The shape of a tensor argument, of one in a list at an index."""
         n, c, k = self.n, self.c, self.k
+        if self.is_resident and name == "conv_weights":
+            return [[64, 256, 1, 1], [64, 64, 3, 3], [256, 64, 1, 1]][index]
+        if self.is_resident and name == "inputs" and index > 0:
+            return [n, 64, *self.image]
+        if self.is_resident and name in RUN and index > 0:
+            return [64]
         if self.op == "transpose":
             return [n, c, self.image[0]]
         if name in IMAGES:
@@ -114,9 +127,9 @@ class Sizes:
         each = zip(self.image, self.kernel, self.padding, self.stride, strict=True)
         return [(size + 2 * p - r) // s + 1 for size, r, p, s in each]
 
-    def tensor(self, name: str) -> Tensor:
-        """A valid tensor."""
-        shape = self.shape(name)
+    def tensor(self, name: str, index: int = 0) -> Tensor:
+        """A valid tensor, of one in a list at an index."""
+        shape = self.shape(name, index)
         if name == "bits":
             return torch.randint(0, 256, shape, dtype=torch.uint8)
         values = torch.rand(shape, dtype=torch.float64) + 0.5
@@ -141,6 +154,8 @@ class Sizes:
             return self.rebuilt
         if name in ("means", "variances") and self.op == "block_run_forward":
             return [0, 1, self.units][self.n - 1]
+        if name in ("means", "variances") and self.op == "resident_run_forward":
+            return self.n - 1
         return 2 if name in ("running", "batch") else self.units
 
     def optional(self, name: str) -> Tensor | None:
@@ -162,7 +177,7 @@ class Sizes:
         rng = self.rng
         samples = self.n * math.prod(self.image)
         parameter = ACTIVATIONS[self.activation]
-        if name == "eps" and self.op.startswith("block_run"):
+        if name == "eps" and self.op.startswith(("block_run", "resident_run")):
             return [1e-5] * self.units
         if name == "activation" and self.op.startswith(("batch_norm", "group_norm")):
             return (self.activation, 0.5) if parameter and rng.random() < 0.3 else self.activation
@@ -194,7 +209,7 @@ class Sizes:
     def argument(self, name: str, kind: str) -> Any:
         """A valid argument of a parameter with a type as schemas write it."""
         if kind == "List[Tensor]":
-            return [self.tensor(name) for _ in range(self.count(name))]
+            return [self.tensor(name, index) for index in range(self.count(name))]
         if kind == "Optional[Tensor]":
             return self.optional(name)
         return self.tensor(name) if kind == "Tensor" else self.number(name)

@@ -64,7 +64,12 @@ OF_PYTORCH = (
 )
 # What no message contains: files of the sources and of the build, and internals.
 INTERNALS = r"csrc|\w\.(h|cuh|cpp|cu|py|so)\b|aoti_torch|API call failed|'NoneType' object"
-READ_NO_VALUES = ("conv_route", "norm_act_conv_is_served", "backend_for")
+READ_NO_VALUES = (
+    "conv_route",
+    "norm_act_conv_is_served",
+    "resident_run_is_served",
+    "backend_for",
+)
 SECONDS = 20  # that a call may take
 MOST_BYTES = 4 << 30  # that a process may allocate
 
@@ -240,9 +245,10 @@ def fault_of(call: Call) -> tuple[str, str]:
                 fault = f"{p.name} was written by a call that {outcome} {fault}".strip()
     if outcome == "returned":
         cut = [p.name for p, found in tensors.items() if any(map(has_short_storage, found))]
-        if cut and not call.has_meta and call.op.name not in READ_NO_VALUES:
+        reads_values = call.op.name not in READ_NO_VALUES
+        if cut and not call.has_meta and reads_values:
             fault = fault or f"returned, with a storage that is too short for {cut[0]}"
-        elif call.is_native and not written:
+        elif call.is_native and reads_values and not written:
             fault = fault or other_results_of_copies(call, results)
     return outcome, fault
 

@@ -1,0 +1,530 @@
+"""Runs of bottlenecks in few launches of the CUDA library."""
+
+import collections
+import contextlib
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import preact_kernels as pk
+from bench.contenders import BY_NAME
+from preact_kernels.kernels import cuda
+from preact_kernels.kernels.contract import Statistics
+from tests.cases import Autocast, in_dtype, random_block, recorded_calls
+from tests.conftest import IS_CUDA_ON_HOST, CalledOps
+from tests.kernels.cuda_conv_cases import DEVICE, kernels, launches, nhwc, on_host
+from tests.kernels.cuda_on_host import serve_cpu
+from tests.oracle import assert_same_bits, check, evaluate, plain_copy, same_bits
+
+SIDES = {16: 32, 32: 16, 64: 8}  # of the images, by inner channels
+FORWARD = "preact_kernels_cuda::resident_run_forward"
+BACKWARD = "preact_kernels_cuda::resident_run_backward"
+BY_UNITS = "preact_kernels_cuda::block_run_forward"
+BACKWARD_BY_UNITS = "preact_kernels_cuda::block_run_backward"
+MEMORY = ({}, {"memory": "rebuild", "anchor_every": 2}, {"memory": "checkpoint", "segments": 2})
+every_width = pytest.mark.parametrize("width", SIDES)
+
+
+@pytest.fixture(autouse=True)
+def resident_runs(fused_convolutions, monkeypatch):
+    monkeypatch.setattr(cuda, "RESIDENT_RUNS", True)
+    set_schedule()
+    with pk.use_backend("cuda"):
+        yield
+
+
+def set_schedule(seed=0, multiprocessors=4):
+    if IS_CUDA_ON_HOST:
+        serve_cpu.set_schedule(seed, multiprocessors)
+
+
+@contextlib.contextmanager
+def by_units():
+    """In this context no run is resident."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cuda, "RESIDENT_RUNS", False)
+        yield
+
+
+def stage_of(width, blocks=2, dtype=torch.bfloat16, **options):
+    """Every batch norm has an eps and a momentum of its own."""
+    blocks = [random_block("bottleneck", 4 * width, width) for _ in range(blocks)]
+    stage = in_dtype(pk.PreActStage(blocks, **options), dtype).to(DEVICE)
+    norms = [m for m in stage.modules() if isinstance(m, nn.BatchNorm2d)]
+    for place, norm in enumerate(norms, 1):
+        norm.eps, norm.momentum = 0.02 * place, 0.5 / place
+    return stage
+
+
+def random_input(width, images=2, dtype=torch.bfloat16):
+    side = SIDES[width]
+    return nhwc(torch.randn(images, 4 * width, side, side, device=DEVICE).to(dtype))
+
+
+def recorded_run(stage, x):
+    """The run of a stage's blocks, and what is wanted of it, with the statistics of its output."""
+    with pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
+        calls = recorded_calls(kernels(), "block_run_forward", monkeypatch)
+        stage(x)
+    ((run, _, wanted),) = calls
+    keeps = [True] * len(wanted.block_inputs)
+    return run, wanted._replace(statistics=True, block_inputs=keeps, unit_inputs=True)
+
+
+def forward(run, x, wanted):
+    """The tensors of a run by name."""
+    found = kernels().block_run_forward(run, x, wanted)
+    statistics = {f"statistics {i}": s for i, s in enumerate(found.unit_statistics)}
+    statistics["statistics of y"] = found.statistics
+    moments = {f"{n}, {f}": t for n, s in statistics.items() for f, t in s._asdict().items()}
+    return {"y": found.y, **moments, **{f"input {i}": t for i, t in enumerate(found.inputs)}}
+
+
+def with_statistics_of_x(run, mean, var):
+    return run._replace(statistics=[Statistics(mean, var), *run.statistics[1:]])
+
+
+def called(function):
+    """The ops of the CUDA library that run blocks in a call."""
+    with CalledOps() as ops:
+        function()
+    return ops.names & {FORWARD, BACKWARD, BY_UNITS, BACKWARD_BY_UNITS}
+
+
+@pytest.mark.calls(FORWARD, BACKWARD)
+@every_width
+def test_results_are_within_the_budget(width):
+    stage = stage_of(width)
+    check(stage, plain_copy(stage), [{"x": random_input(width)} for _ in range(4)])
+
+
+@pytest.mark.calls(FORWARD)
+@pytest.mark.parametrize("memory", MEMORY, ids=str)
+def test_memory_modes_are_within_the_budget(memory):
+    """A mode decides which inputs the run keeps: all, some or those inside of blocks alone."""
+    stage = stage_of(64, blocks=3, **memory)
+    check(stage, plain_copy(stage), [{"x": random_input(64)} for _ in range(4)])
+
+
+@pytest.mark.calls(FORWARD, BACKWARD)
+def test_runs_between_projections_are_within_the_budget():
+    """A gradient comes in, and goes out, with a step that is left to do."""
+    blocks = [
+        random_block("bottleneck", 64, 32),
+        *(random_block("bottleneck", 128, 32) for _ in range(2)),
+        random_block("bottleneck", 128, 64, 2),
+        *(random_block("bottleneck", 256, 64) for _ in range(2)),
+    ]
+    stage = in_dtype(pk.PreActStage(blocks), torch.bfloat16).to(DEVICE)
+    problems = [{"x": nhwc(torch.randn(2, 64, 16, 16, device=DEVICE).bfloat16())} for _ in range(4)]
+    check(stage, plain_copy(stage), problems)
+
+
+@pytest.mark.calls(BACKWARD)
+def test_a_long_run_takes_several_launches_backward():
+    """Of 16 blocks at most. Rounding differs, and grows; what is not passed on would be missing."""
+    stage = stage_of(64, blocks=17, dtype=torch.float16)
+    inputs, dy = {"x": random_input(64, dtype=torch.float16)}, random_input(64, dtype=torch.float16)
+    found = evaluate(stage, inputs, dy)
+    with by_units():
+        right = evaluate(stage, inputs, dy)
+    for name, expected in right.items():
+        if name.startswith("d") and expected is not None:
+            error = (found[name].double() - expected.double()).norm()
+            assert error <= 0.2 * expected.double().norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_width
+def test_inputs_and_statistics_are_those_of_the_units(width, dtype):
+    """As near as two orders of the sums in a convolution, whose results are then rounded."""
+    stage, x = stage_of(width, dtype=dtype), random_input(width, dtype=dtype)
+    run, wanted = recorded_run(stage, x)
+    resident = forward(run, x, wanted)
+    with by_units():
+        expected = forward(run, x, wanted)
+    assert resident.keys() == expected.keys() and len(expected) == 1 + 2 * 7 + 6
+    of_inputs = 2.5 * torch.finfo(dtype).eps
+    for name, found in resident.items():
+        right = expected[name]
+        assert (found.shape, found.dtype) == (right.shape, right.dtype), name
+        assert found.stride() == right.stride(), name
+        rtol, atol = (2e-3, 1e-3) if "statistics" in name else (of_inputs, of_inputs)
+        torch.testing.assert_close(found, right, rtol=rtol, atol=atol)
+
+
+@every_width
+def test_statistics_are_those_of_the_stored_inputs(width):
+    """Also of channels that are constant, and of those with a mean of 1000 deviations.
+
+    x has such channels, which the first block does not change, and so has its inner input.
+    """
+    stage, x = stage_of(width, dtype=torch.float16), random_input(width, dtype=torch.float16)
+    block, channels = stage[0], slice(3, None, 7)
+    with torch.no_grad():
+        block.conv3.weight[channels] = 0  # y = x there
+        x[:, channels] += 1000
+        x[:, 10] = 1000
+        block.bn1.bias[:2] = torch.tensor([1000.0, 512.0])
+        block.bn1.weight[:2] = torch.tensor([1.0, 0.0])
+        block.conv1.weight[:2] = 0
+        block.conv1.weight[0, 0] = block.conv1.weight[1, 1] = 1
+    run, wanted = recorded_run(stage, x)
+    found = forward(run, x, wanted)
+    inputs = {str(i): found[f"input {i}"] for i in range(6)} | {"of y": found["y"]}
+    for name, stored in inputs.items():
+        exact = torch.var_mean(stored.double(), (0, 2, 3), correction=0)
+        var, mean = (found[f"statistics {name}, {f}"].double() for f in ("var", "mean"))
+        torch.testing.assert_close(var, exact[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(mean, exact[1], rtol=1e-6, atol=1e-6)
+    assert (found["statistics 3, var"] == 0).nonzero().tolist() == [[10]]
+    assert (found["statistics 1, var"] == 0).nonzero().tolist() == [[1]]
+    assert (found["statistics 1, mean"][0] - 1000).abs() < 1
+
+
+@on_host
+@every_width
+def test_schedules_and_the_order_of_images_change_no_bit(width):
+    """Where the statistics of x, which another kernel computes, are given."""
+    stage, x = stage_of(width), random_input(width, images=3)
+    run, wanted = recorded_run(stage, x)
+    run = with_statistics_of_x(run, *torch.ones(2, 4 * width, device=DEVICE))
+    expected = forward(run, x, wanted)
+    for seed in (1, 2):
+        set_schedule(seed)
+        assert_same_bits(forward(run, x, wanted), expected)
+    turned = forward(run, nhwc(x.flip(0)), wanted)
+    for name, t in turned.items():
+        assert same_bits(t.flip(0) if t.dim() == 4 else t, expected[name]), name
+
+
+@on_host
+@every_width
+def test_schedules_change_no_bit_of_a_gradient(width):
+    stage, inputs, dy = stage_of(width), {"x": random_input(width)}, random_input(width)
+    expected = evaluate(stage, inputs, dy)
+    for seed in (1, 2):
+        set_schedule(seed)
+        stage.load_state_dict(stage.state_dict())
+        found = evaluate(stage, inputs, dy)
+        gradients = [name for name in found if name.startswith("d")]
+        assert_same_bits({n: found[n] for n in gradients}, {n: expected[n] for n in gradients})
+
+
+def test_running_statistics_are_those_of_the_units():
+    stage, x = stage_of(64), random_input(64)
+    initial = {name: t.clone() for name, t in stage.state_dict().items()}
+    assert called(lambda: stage(x)) == {FORWARD}
+    found = {name: t.clone() for name, t in stage.named_buffers()}
+    stage.load_state_dict(initial)
+    with by_units():
+        stage(x)
+    for name, expected in stage.named_buffers():
+        assert not torch.equal(found[name], initial[name]), name
+        torch.testing.assert_close(found[name], expected, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["x", "inside", "y"])
+def test_what_is_not_finite_spreads_as_by_units(where, value):
+    stage, x = stage_of(64, blocks=1 if where != "inside" else 2), random_input(64)
+    with torch.no_grad():
+        if where == "x":
+            x[1, 5, 3, 4] = value
+        elif where == "inside":  # a channel of a product, whose mean is then infinite
+            stage[0].bn1.bias[0] = 100
+            stage[0].conv1.weight[5] = 0
+            stage[0].conv1.weight[5, 0] = value
+        else:
+            stage[0].conv3.weight[5] = value
+    run, wanted = recorded_run(stage, x)
+    found = forward(run, x, wanted)
+    with by_units():
+        expected = forward(run, x, wanted)
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        for name, t in found.items():
+            assert torch.equal(kind(t), kind(expected[name])), (kind, name)
+    are_finite = [t.isfinite().all().item() for t in found.values()]
+    assert any(are_finite) == (where != "x") and not all(are_finite)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_gradient_that_is_not_finite_spreads_as_by_units(value):
+    stage, inputs, dy = stage_of(64, blocks=1), {"x": random_input(64)}, random_input(64)
+    dy[1, 5, 3, 4] = value
+    found = evaluate(stage, inputs, dy)
+    with by_units():
+        expected = evaluate(stage, inputs, dy)
+    gradients = {name: t for name, t in found.items() if name.startswith("d") and t is not None}
+    for name, t in gradients.items():
+        assert torch.equal(t.isfinite(), expected[name].isfinite()), name
+    assert any(t.isfinite().any() for t in gradients.values())
+
+
+def test_other_memory_of_x_and_of_weights_changes_no_bit():
+    """x in NCHW order and at an odd address; weights in NHWC order, in float32, not aligned."""
+    stage, x = stage_of(64), random_input(64)
+    run, wanted = recorded_run(stage, x)
+    expected = forward(run, x, wanted)
+    memory = x.new_empty(x.numel() + 1)
+    shifted = memory[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
+    assert shifted.data_ptr() % 16 != 0
+    assert_same_bits(forward(run, shifted, wanted), expected)
+    with torch.no_grad():
+        y = stage(x)
+        assert called(lambda: stage(x.contiguous())) == {FORWARD}
+        assert same_bits(stage(x.contiguous()), y)
+
+    def at_offset(weight):
+        return weight.new_empty(weight.numel() + 1)[1:].view(weight.shape).copy_(weight)
+
+    for change in (nhwc, torch.Tensor.float, at_offset):
+        parameters = [p._replace(conv_weight=change(p.conv_weight)) for p in run.parameters]
+        assert_same_bits(forward(run._replace(parameters=parameters), x, wanted), expected)
+
+
+def test_float32_weights_under_autocast_are_served_where_x_is_half():
+    stage = stage_of(64, dtype=torch.float32)
+    x = random_input(64)
+    module = Autocast(stage)
+    assert called(lambda: module(x=x)) == {FORWARD}
+    check(module, plain_copy(module), [{"x": random_input(64)} for _ in range(2)])
+    assert called(lambda: module(x=x.float())) == set()
+
+
+def test_statistics_of_x_that_are_given_are_used():
+    stage, x = stage_of(64), random_input(64)
+    run, wanted = recorded_run(stage, x)
+    run = with_statistics_of_x(run, *(torch.rand(2, 256, device=DEVICE) + 0.5))
+    found = forward(run, x, wanted)
+    with by_units():
+        expected = forward(run, x, wanted)
+    assert all(same_bits(found[n], expected[n]) for n in found if "statistics 0" in n)
+    torch.testing.assert_close(found["y"], expected["y"], rtol=0.02, atol=0.02)
+
+
+def basic_stage():
+    return in_dtype(pk.PreActStage([random_block("basic", 64, 64)] * 2), torch.bfloat16)
+
+
+def narrow_stage():
+    return in_dtype(
+        pk.PreActStage([random_block("bottleneck", 256, 64, base_width=32)] * 2), torch.bfloat16
+    )
+
+
+# A stage and its input that the kernel does not serve.
+NOT_SERVED = {
+    "evaluation": lambda: (stage_of(64).eval(), random_input(64)),
+    "float32": lambda: (stage_of(64, dtype=torch.float32), random_input(64, dtype=torch.float32)),
+    "float32 stream": lambda: (
+        stage_of(64, residual_dtype=torch.float32),
+        random_input(64, dtype=torch.float32),
+    ),
+    "higher images": lambda: (stage_of(64), nhwc(random_input(64, images=1).repeat(1, 1, 2, 1))),
+    "wider images": lambda: (stage_of(64), nhwc(random_input(64, images=1).repeat(1, 1, 1, 2))),
+    "many images": lambda: (set_schedule(multiprocessors=1), stage_of(64), random_input(64))[1:],
+    "basic blocks": lambda: (basic_stage().to(DEVICE), nhwc(random_input(64)[:, :64])),
+    "narrow inside": lambda: (narrow_stage().to(DEVICE), random_input(64)),
+    "few channels": lambda: (stage_of(48), nhwc(torch.randn(2, 192, 8, 8).bfloat16().to(DEVICE))),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_other_runs_are_those_of_the_units(name):
+    if name == "many images" and not IS_CUDA_ON_HOST:
+        pytest.skip("multiprocessors are chosen on the host")
+    stage, x = NOT_SERVED[name]()
+    dy = torch.randn_like(x)
+    with by_units():
+        expected = evaluate(stage, {"x": x}, dy)
+    found = []
+    ops = called(lambda: found.append(evaluate(stage, {"x": x}, dy)))
+    assert not ops & {FORWARD, BACKWARD}
+    assert_same_bits(found[0], expected)
+
+
+def is_served(x, weights, units_per_block=3, dtype=torch.bfloat16, is_backward=False):
+    op = torch.ops.preact_kernels_cuda.resident_run_is_served
+    return op(x, weights, units_per_block, dtype, is_backward)
+
+
+def test_256_blocks_are_served_and_no_more():
+    run, _ = recorded_run(stage_of(64, blocks=1), random_input(64))
+    weights = [p.conv_weight for p in run.parameters]
+    assert is_served(random_input(64), weights * 256)
+    assert not is_served(random_input(64), weights * 257)
+
+
+def test_shared_memory_that_a_gpu_lacks_is_not_used():
+    if not IS_CUDA_ON_HOST:
+        pytest.skip("shared memory is chosen on the host")
+    run, _ = recorded_run(stage_of(64, blocks=1), random_input(64))
+    weights = [p.conv_weight for p in run.parameters]
+    serve_cpu.set_most_shared_bytes(163 * 1024)
+    try:
+        assert not is_served(random_input(64), weights)
+    finally:
+        serve_cpu.set_most_shared_bytes()
+
+
+# Damage to the arguments of the op, and how its message begins.
+WRONG = {
+    "dtype": (lambda a: a.update(dtype=torch.float32), "dtype: "),
+    "dtype of x": (lambda a: a.update(dtype=torch.float16), "x: "),
+    "units of a block": (lambda a: a.update(units_per_block=6), "units_per_block: "),
+    "no units": (
+        lambda a: a.update(bn_weights=[], bn_biases=[], conv_weights=[], eps=[]),
+        "units_per_block: ",
+    ),
+    "channels of x": (lambda a: a.update(x=nhwc(a["x"][:, :64])), "x: "),
+    "image of x": (lambda a: a.update(x=nhwc(a["x"][..., :7])), "x: "),
+    "no image": (lambda a: a.update(x=a["x"][:0]), "x: "),
+    "many images": (lambda a: a.update(x=nhwc(a["x"].repeat(200, 1, 1, 1))), "x: "),
+    "planar x": (lambda a: a.update(x=a["x"].contiguous()), "x: "),
+    "shape of a weight": (lambda a: a["conv_weights"].reverse(), "conv_weights: "),
+    "dtype of a weight": (
+        lambda a: a["conv_weights"].insert(0, a["conv_weights"].pop(0).half()),
+        "conv_weights: ",
+    ),
+    "shape of a norm": (lambda a: a["bn_weights"].reverse(), "bn_weights|means, .*"),
+    "dtype of a norm": (
+        lambda a: a["bn_biases"].insert(0, a["bn_biases"].pop(0).half()),
+        "bn_biases",
+    ),
+    "all statistics": (lambda a: a.update(means=[VALUES] * 6, variances=[VALUES] * 6), "means: "),
+    "shape of a mean": (lambda a: a.update(means=[VALUES[1:]], variances=[VALUES]), "means"),
+    "one variance": (lambda a: a.update(variances=[VALUES]), "variances: "),
+    "few eps": (lambda a: a["eps"].pop(), "eps: "),
+    "a block that is not there": (lambda a: a.update(kept_blocks=[0, 2]), "kept_blocks: "),
+}
+VALUES = torch.ones(256, device=DEVICE)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_an_error_that_names_it(name):
+    x = random_input(64)
+    run, _ = recorded_run(stage_of(64), x)
+    lists = map(list, zip(*run.parameters, strict=True))
+    given = dict(zip(("bn_weights", "bn_biases", "conv_weights"), lists, strict=True))
+    given |= {"means": [], "variances": [], "eps": [*run.eps]}
+    given |= {"units_per_block": 3, "dtype": torch.bfloat16}
+    arguments = {"x": x, **given, "with_stats": True, "kept_blocks": [0], "keep_unit_inputs": True}
+    op = torch.ops.preact_kernels_cuda.resident_run_forward
+    assert len(op(*arguments.values())) == 3 + 12 + 5
+    damage, message = WRONG[name]
+    damage(arguments)
+    with pytest.raises(RuntimeError, match=f"^({message})"):
+        op(*arguments.values())
+
+
+# The same for the op of the backward.
+WRONG_BACKWARD = {
+    "dtype": (lambda a: a.update(dtype=torch.float32), "dtype: "),
+    "shape of g": (lambda a: a.update(g=nhwc(a["g"][..., :7])), "x: "),
+    "part of a step": (lambda a: a.update(skip=a["g"]), "skip: "),
+    "a block that is rebuilt": (lambda a: a.update(kept_blocks=[0]), "kept_blocks: "),
+    "blocks in no order": (lambda a: a.update(kept_blocks=[1, 0]), "kept_blocks: "),
+    "an output": (lambda a: a.update(y=a["g"]), "kept_blocks: "),
+    "no pixels": (lambda a: a.update(inv_count=0.0), "inv_count: "),
+    "few inputs": (lambda a: a["inputs"].pop(), "inputs: "),
+    "shape of an input": (lambda a: a["inputs"].reverse(), "inputs: "),
+    "dtype of an input": (
+        lambda a: a["inputs"].insert(0, a["inputs"].pop(0).half()),
+        "inputs: ",
+    ),
+    "few means": (lambda a: (a["means"].pop(), a["variances"].pop()), "means: "),
+    "shape of a mean": (lambda a: a["means"].reverse(), "means: "),
+    "shape of a weight": (lambda a: a["conv_weights"].reverse(), "conv_weights: "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_BACKWARD)
+def test_a_wrong_argument_of_the_backward_is_an_error_that_names_it(name):
+    x = random_input(64)
+    run, wanted = recorded_run(stage_of(64), x)
+    found = kernels().block_run_forward(run, x, wanted)
+    names = ("bn_weights", "bn_biases", "conv_weights", "means", "variances")
+    lists = [*zip(*run.parameters, strict=True), *zip(*found.unit_statistics, strict=True)]
+    steps = ("step_x", "step_mean", "step_var", "step_weight")
+    arguments = {"g": random_input(64), "skip": None, **dict.fromkeys(steps), "step_eps": 0.0}
+    arguments |= {"step_sums": None, "step_inv_count": 0.0}
+    arguments |= dict(zip(names, map(list, lists), strict=True))
+    arguments |= {"eps": [*run.eps], "units_per_block": 3, "dtype": torch.bfloat16}
+    arguments |= {"inputs": list(found.inputs), "kept_blocks": [0, 1], "inv_count": 1 / 128}
+    arguments |= {"y": None, "negated": []}
+    op = torch.ops.preact_kernels_cuda.resident_run_backward
+    assert len(op(*arguments.values())) == 4 + 6 + 12
+    damage, message = WRONG_BACKWARD[name]
+    damage(arguments)
+    with pytest.raises(RuntimeError, match=f"^({message})"):
+        op(*arguments.values())
+
+
+@on_host
+def test_the_backward_of_a_run_has_a_launch_for_its_inputs():
+    """Weight gradients of three shapes have one each; 17 blocks take two launches."""
+    for blocks, launched in ((2, 1), (17, 2)):
+        stage, x = stage_of(64, blocks), random_input(64)
+        y = stage(x.requires_grad_())
+        counts = collections.Counter(launches(lambda y=y: y.sum().backward()))
+        assert counts["resident_run_backward"] == launched
+        assert counts["norm_act_conv_weight_gradients"] == 3 * launched
+        assert not {"norm_act_conv_backward", "norm_act_conv_backward_input"} & set(counts)
+        assert counts["fill_zeros"] == 2 and counts["pack_weights"] == 1
+
+
+@on_host
+def test_a_run_has_one_launch_for_its_units_and_three_more():
+    stage, x = stage_of(64), random_input(64)
+    with torch.no_grad():
+        names = launches(lambda: stage(x))
+    assert collections.Counter(names) == {
+        "bn_stats": 1,
+        "fill_zeros": 3,  # for bn_stats, sums and the counter of arrivals
+        "pack_weights": 1,
+        "resident_run_forward": 1,
+        "finish_statistics": 1,
+    }
+
+
+def test_the_contender_of_the_benchmark_runs_resident(monkeypatch):
+    monkeypatch.setattr(cuda, "RESIDENT_RUNS", False)
+    stages, x = [stage_of(64), stage_of(64)], random_input(64).requires_grad_()
+
+    def train():
+        stages[1](stages[0](x)).sum().backward()
+
+    assert called(train) == {BY_UNITS, BACKWARD_BY_UNITS}
+    BY_NAME["fused-resident-graph"].prepare(types.SimpleNamespace(stages=stages))
+    assert called(train) == {FORWARD, BACKWARD}
+    assert not cuda.RESIDENT_RUNS
+
+
+def test_a_compiled_stage_gives_the_same_bits():
+    stage, x = stage_of(64), random_input(64)
+    dy = torch.randn_like(x)
+    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
+    expected, found = evaluate(stage, {"x": x}, dy), []
+    ops = called(lambda: found.append(evaluate(compiled, {"x": x}, dy)))
+    assert {FORWARD, BACKWARD} <= ops
+    names = {name.replace("_orig_mod.", ""): t for name, t in found[0].items()}
+    assert_same_bits(names, expected)
+
+
+@pytest.mark.parametrize("scale", [1e18, 1e19])
+@every_width
+def test_large_values_give_no_nan(scale, width):
+    """The variance of a channel is right, or infinite as in eager where squares are."""
+    stage, x = stage_of(width, blocks=1), random_input(width)
+    with torch.no_grad():
+        weight = stage[0].conv1.weight
+        weight[5] *= scale / weight[5].norm()
+    run, wanted = recorded_run(stage, x)
+    found = forward(run, x, wanted)
+    assert all(t.isfinite().all() for name, t in found.items() if name == "y" or "mean" in name)
+    var = found["statistics 1, var"][5].double()
+    exact = found["input 1"][:, 5].double().var(correction=0)
+    assert var.isinf() if scale > 1e18 else (var - exact).abs() < 1e-4 * exact
