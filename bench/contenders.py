@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import preact_kernels as pk
 from bench.records import Row
+from preact_kernels.kernels import cuda
+from preact_kernels.ops import dispatch
 
 State = dict[str, Tensor]
 
@@ -108,6 +110,7 @@ class Contender:
     graphed: bool = False  # captures the training step in a CUDA graph
     hooks_see_all: bool = True  # saved-tensor hooks see all tensors that are kept
     same_function: bool = True  # False: computes another function by design
+    is_experiment: bool = False  # off by default in the library: no headline names it
 
     def build(
         self, network: Network, state: State, device: torch.device, dtype: torch.dtype
@@ -231,6 +234,46 @@ def _use_inplace_abn(model: nn.Module) -> None:
             block.forward = functools.partial(forward, block)
 
 
+def _resident_refusal(images: int, dtype: torch.dtype) -> str:
+    """Why runs of bottlenecks are not resident; empty where they are, on CIFAR images."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"expected float16 or bfloat16, got {dtype}"
+    if torch.cuda.is_available():
+        most = torch.cuda.get_device_properties("cuda").multi_processor_count
+        if images > most:
+            return f"expected at most {most} images, got {images}"
+    return ""
+
+
+def _use_resident_runs(model: nn.Module) -> None:
+    """Runs the bottlenecks of every stage in few launches, in both directions.
+
+    The forward raises where the kernel does not serve a stage, which would run unit by unit.
+    """
+    for index, stage in enumerate(model.stages):
+        stage.forward = functools.partial(_resident_forward, stage.forward, index == 0)
+
+
+def _resident_forward(forward: Callable[[Tensor], Tensor], is_first: bool, x: Tensor) -> Tensor:
+    if refusal := _resident_refusal(len(x), x.dtype):
+        raise RuntimeError(f"resident runs: {refusal}")
+    before = cuda.RESIDENT_RUNS
+
+    def switch(is_on: bool, _: Tensor | None = None) -> None:
+        cuda.RESIDENT_RUNS = is_on
+
+    switch(True)
+    try:
+        y = forward(x)
+    finally:
+        switch(before)
+    if y.requires_grad:
+        y.register_hook(functools.partial(switch, True))
+    if is_first and x.requires_grad:  # its gradient is the last of those of the stages
+        x.register_hook(functools.partial(switch, before))
+    return y
+
+
 def _fused(name: str, memory: str, words: str, **options) -> Contender:
     return Contender(name, words, fused=memory, **options)
 
@@ -267,6 +310,14 @@ ALL = (
     ),
     _compiled("compile-budget-0.5", "as the budget allows", 0.5),
     _compiled("compile-budget-0.3", "as the budget allows", 0.3),
+    _fused(
+        "fused-resident-graph",
+        "store",
+        "inputs of units",
+        graphed=True,
+        prepare=_use_resident_runs,
+        is_experiment=True,
+    ),
 )
 
 BY_NAME = {c.name: c for c in ALL}
@@ -282,6 +333,7 @@ GROUPS = {
         "eager-graph",
         "fused-store",
         "fused-graph",
+        "fused-resident-graph",
         "fused-rebuild-graph",
         "fused-rebuild",
         "fused-checkpoint",
@@ -332,6 +384,26 @@ def is_rival(name: str) -> bool:
     return BY_NAME[name].fused is None
 
 
+def is_served(name: str, batch: int, dtype: torch.dtype) -> bool:
+    """Whether a contender runs what it is named for, with that batch and dtype."""
+    return not BY_NAME[name].is_experiment or not _resident_refusal(batch, dtype)
+
+
+def is_headline(name: str) -> bool:
+    """Whether a contender may stand for the package: what it runs by default."""
+    return not is_rival(name) and not BY_NAME[name].is_experiment
+
+
+def lack_of_resident_runs() -> str:
+    """Why the kernel for resident runs is not there or not used; empty where it is."""
+    if error := cuda.load_error():
+        return error
+    if dispatch.current() not in ("auto", "cuda"):
+        return f"the backend is {dispatch.current()}"
+    has_op = hasattr(torch.ops.preact_kernels_cuda, "resident_run_forward")
+    return "" if has_op else "the CUDA library was built from older sources"
+
+
 def available(names: Sequence[str], device: torch.device) -> tuple[list[Contender], dict[str, str]]:
     """Returns the contenders that can run on `device`, and reasons for the others.
 
@@ -347,6 +419,8 @@ def available(names: Sequence[str], device: torch.device) -> tuple[list[Contende
     for name in names:
         if BY_NAME[name].graphed and device.type != "cuda":
             reasons[name] = "CUDA graphs: no GPU"
+        elif BY_NAME[name].is_experiment and (why := lack_of_resident_runs()):
+            reasons[name] = f"resident runs: {why}"
         elif name == "inplace-abn" and importlib.util.find_spec("inplace_abn") is None:
             reasons[name] = "InPlace-ABN: the package inplace_abn is not installed"
     return [BY_NAME[name] for name in names if name not in reasons], reasons

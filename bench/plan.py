@@ -14,6 +14,7 @@ from bench.contenders import (
     WIDE_GROUP,
     WIDE_NETWORKS,
     Network,
+    is_served,
 )
 from bench.measure import dtype_name
 from bench.network import CURVES, Task
@@ -39,9 +40,10 @@ class Plan:
 
     def task(self, kind: str, network: str, batch: int, names, group: str, dtype=None, steps=0):
         """Yields a task, or none if no contender can run."""
-        names = tuple(name for name in names if name in self.usable)
+        dtype = dtype or self.a.dtype
+        names = tuple(n for n in names if n in self.usable and is_served(n, batch, dtype))
         if names:
-            dtype = dtype_name(dtype or self.a.dtype)
+            dtype = dtype_name(dtype)
             yield Task(kind, network, batch, dtype, names, group, steps, **self.common)
 
     def steps(self, group: str, network: str, batch: int, dtype=None) -> Iterator[Task]:

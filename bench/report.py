@@ -17,6 +17,7 @@ from bench.contenders import (
     FAMILIES,
     Network,
     has_drifted,
+    is_headline,
     is_rival,
     relative_times,
 )
@@ -162,7 +163,8 @@ def _headline_group(rows: Sequence[Row]) -> list[Row]:
 def headline_table(rows: Sequence[Row]) -> str:
     """Formats time and kept bytes of `HEADLINE_NETWORK`: fused contenders and the best rivals.
 
-    A rival is left out if another rival is as fast and keeps as little.
+    Left out are experiments, which the library does not run by default. A rival is left out if
+    another rival is as fast and keeps as little.
     """
     group = [r for r in _headline_group(rows) if r.correct == "yes"]
     times = relative_times(group)
@@ -173,6 +175,8 @@ def headline_table(rows: Sequence[Row]) -> str:
     for r in sorted(timed, key=lambda r: -r.saved_bytes):
         name, own = r.contender, (times[r.contender], r.saved_bytes)
         if not is_rival(name):
+            if not is_headline(name):
+                continue
             name = f"**{name}**"
         elif any(t <= own[0] and k <= own[1] for t, k in rivals - {own}):
             continue
@@ -247,11 +251,14 @@ def ops_table(rows: Sequence[Row], form: str = "github") -> str:
 
 
 def best_rivals(rows: Sequence[Row]) -> list[str]:
-    """Returns a line per network: the fastest rival compared with the fastest fused contender."""
+    """Returns a line per network: the fastest rival compared with the fastest fused contender.
+
+    Experiments are neither.
+    """
     lines = []
     for group in _groups(r for r in rows if r.median_ms is not None):
         right = [r for r in group if r.correct == "yes" and not has_drifted(r, group)]
-        ours = [r for r in right if not is_rival(r.contender)]
+        ours = [r for r in right if is_headline(r.contender)]
         rivals = [r for r in right if is_rival(r.contender)]
         if not ours or not rivals:
             continue

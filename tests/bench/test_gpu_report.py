@@ -15,7 +15,7 @@ pytest.importorskip("tabulate")
 pytest.importorskip("matplotlib")
 
 from bench import __main__ as bench
-from bench import block_shapes, converted, gpu_report, launches, measure, rivals
+from bench import block_shapes, contenders, converted, gpu_report, launches, measure, rivals
 from bench.contenders import GROUPS
 from bench.gpu_report import Part, Report
 from bench.records import LAUNCHES
@@ -144,6 +144,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(gpu_report, "is_built", lambda: True)
     monkeypatch.setattr(gpu_report, "commit", lambda: "abc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found.has_gpu)
+    monkeypatch.setattr(contenders, "lack_of_resident_runs", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -178,7 +179,7 @@ def test_for_another_machine_all_is_built_that_takes_long(machine, tmp_path):
 def test_the_commands_are_understood(machine, tmp_path):
     gpu_report.main([str(tmp_path), "--steps", "7"])
     options = {part: command[3:] for part, command in machine.commands.items()}
-    for part, resumes, contenders in (
+    for part, resumes, named in (
         ("first bench", False, GROUPS["uncompiled"]),
         ("bench", True, None),
         ("bench of triton", False, ("fused-store", "fused-graph", "fused-rebuild-graph")),
@@ -186,7 +187,7 @@ def test_the_commands_are_understood(machine, tmp_path):
         assert machine.commands[part][1:3] == ["-m", "bench"]
         a = bench.arguments(options[part])
         assert (a.out, a.steps, a.resume) == (tmp_path, 7, resumes)
-        assert a.contenders == (contenders and list(contenders))
+        assert a.contenders == (named and list(named))
         assert a.time_limit <= machine.limits[part] - 10
     for backend in ("cuda", "triton"):
         part = f"launches of {backend}"

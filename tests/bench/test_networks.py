@@ -22,11 +22,13 @@ pytest.importorskip("tqdm")
 
 import preact_kernels as pk
 from bench import __main__ as bench
-from bench import floors, hotspots, measure, network, plan, report, scaling
+from bench import contenders, floors, hotspots, measure, network, plan, report, scaling
 from bench.contenders import ANCHOR, BY_NAME, GROUPS, Contender, Network
 from bench.measure import Ceilings, Machine, Timing
 from bench.network import Session, Task, measure_steps
 from bench.records import Row, ScalingRow, put, read
+from preact_kernels.kernels import cuda
+from preact_kernels.ops import dispatch
 from preact_kernels.study import data
 from tests.torchrun import torchrun
 
@@ -132,6 +134,7 @@ def titles_of(*options, device):
     """Returns the titles of a run's tasks, as if the machine had the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+        patch.setattr(contenders, "lack_of_resident_runs", lambda: "")
         a = bench.arguments(["--device", device, *options])
     a.usable = [c for c in BY_NAME.values() if c.name != "inplace-abn"]
     titles = [task.title for task in plan.Plan(a, {}).tasks()]
@@ -196,6 +199,63 @@ def test_the_rivals_on_memory_are_in_a_group_with_the_anchor():
         "compile-blocks"
     } < rivals
     assert all(ANCHOR in names for names in GROUPS.values())
+
+
+@pytest.mark.parametrize(
+    ("images", "dtype", "refusal"),
+    [
+        (128, torch.bfloat16, ""),
+        (128, torch.float16, ""),
+        (128, torch.float32, "resident runs: expected float16 or bfloat16, got torch.float32"),
+        (133, torch.bfloat16, "resident runs: expected at most 132 images, got 133"),
+    ],
+)
+def test_a_resident_contender_is_timed_only_where_its_runs_are_resident(
+    images, dtype, refusal, monkeypatch
+):
+    """Elsewhere the library runs unit by unit."""
+    monkeypatch.setattr(contenders, "lack_of_resident_runs", lambda: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    a = bench.arguments(["--device", "cuda", "--batch", str(images)])
+    a.dtype = dtype
+    tasks = plan.Plan(a, {"stem": "", "commit": "", "command": ""}).tasks()
+    names = next(task for task in tasks if task.group == "uncompiled").contenders
+    assert ("fused-resident-graph" in names) == (not refusal)
+    assert {"fused-graph", "eager-graph"} <= {*names}
+
+    used = []
+
+    class Stage(nn.Module):
+        def forward(self, x):
+            used.append(cuda.RESIDENT_RUNS)
+            if len(used) == 2:
+                raise ValueError("planted")
+            return x
+
+    model = types.SimpleNamespace(stages=[Stage()])
+    BY_NAME["fused-resident-graph"].prepare(model)
+    x = torch.empty(images, 1, 1, 1, dtype=dtype)
+    if refusal:
+        with pytest.raises(RuntimeError, match=refusal):
+            model.stages[0](x)
+    else:
+        assert model.stages[0](x) is x
+        with pytest.raises(ValueError, match="planted"):
+            model.stages[0](x)
+    assert used == ([] if refusal else [True, True]) and not cuda.RESIDENT_RUNS
+
+
+def test_a_resident_contender_needs_the_library(monkeypatch):
+    device, names = torch.device("cuda"), ["fused-graph", "fused-resident-graph"]
+    for error, backend, reason in (
+        ("no library", "auto", "resident runs: no library"),
+        ("", "triton", "resident runs: the backend is triton"),
+    ):
+        monkeypatch.setattr(cuda, "load_error", lambda error=error: error)
+        monkeypatch.setattr(dispatch, "_current", backend)
+        assert contenders.available(names, device)[1] == {"fused-resident-graph": reason}
 
 
 def task_in(folder, *names, **changed):

@@ -39,6 +39,17 @@ def test_a_captured_rival_is_compared_although_the_anchor_took_longer_elsewhere(
     assert times["fused-graph"] == "30.0" and "compile-blocks" not in times
 
 
+def test_no_headline_names_what_the_library_does_not_run_by_default():
+    rows = [row("fused-store", "resnet-1001", 200.0, 500), row("fused-resident-graph",
+            "resnet-1001", 10.0, 500), row("fused-graph", "resnet-1001", 30.0, 500),
+            row("eager-graph", "resnet-1001", 90.0, 1000)]  # fmt: skip
+    (line,) = report.best_rivals(rows)
+    assert "takes 3.00 times as long as fused-graph (30.0 ms)" in line
+    headline = report.headline_table(rows)
+    assert "fused-graph" in headline and "resident" not in headline
+    assert "fused-resident-graph" in report.network_table(rows)
+
+
 def test_files_with_other_columns_are_not_read_as_rows(tmp_path):
     put(tmp_path / "a-cpu.csv", row("fused-store", "resnet-1001", 200.0, 500))
     values = [value for value in vars(records).values() if isinstance(value, str)]
