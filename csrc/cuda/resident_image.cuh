@@ -195,10 +195,11 @@ struct ResidentGrid {
   template <int CHANNELS, class Merge>
   __device__ void arrive(const Accumulators& sums, const Merge& merge) {
     __syncthreads();
-    for (int c = untraced(threadIdx.x); c < CHANNELS; c += kThreads) {
-      const TwoSums added = merge(c);
-      add_exact(sums, c, 0, added.first);
-      add_exact(sums, c, 1, added.second);
+    // A thread for each sum: adding one takes longer than merging both.
+    for (int i = untraced(threadIdx.x); i < 2 * CHANNELS; i += kThreads) {
+      const int value = i / CHANNELS, c = i % CHANNELS;
+      const TwoSums merged = merge(c);
+      add_exact(sums, c, value, value == 0 ? merged.first : merged.second);
     }
     __syncthreads();  // all have added: thread 0 says so to the other blocks
     if (threadIdx.x == 0) add_release(arrived, 1);
@@ -367,6 +368,11 @@ struct ResidentImage {
     const T* own_weight = weight0() + place.g * Shared::kPitch0 + 8 * place.t;
 #pragma unroll
     for (int b = 0; b < kGroups; ++b) {
+      uint4 both[kPairs];  // 16 bytes: with 8, rows would meet in a bank
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        both[j] = *reinterpret_cast<const uint4*>(own_weight + 8 * j * Shared::kPitch0 + 32 * b);
+      }
 #pragma unroll
       for (int q = 0; q < 4; q += 2) {  // a product has two pairs of channels of a lane
         const int c = 32 * b + 2 * q;
@@ -375,12 +381,6 @@ struct ResidentImage {
           load_floats(mean, own_norm + c);
           load_floats(scale, own_norm + kWide + c);
           load_floats(bias, own_norm + 2 * kWide + c);
-        }
-        uint32_t w[kPairs][2];
-#pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-          const uint2 v = *reinterpret_cast<const uint2*>(own_weight + 8 * j * Shared::kPitch0 + c);
-          w[j][0] = v.x, w[j][1] = v.y;
         }
 #pragma unroll
         for (int r = 0; r < kTiles; ++r) {
@@ -394,7 +394,10 @@ struct ResidentImage {
             }
           }
 #pragma unroll
-          for (int j = 0; j < kPairs; ++j) mma<T>(sums[r][j], a, w[j]);
+          for (int j = 0; j < kPairs; ++j) {
+            const uint32_t w[2] = {q == 0 ? both[j].x : both[j].z, q == 0 ? both[j].y : both[j].w};
+            mma<T>(sums[r][j], a, w);
+          }
         }
       }
     }
