@@ -103,7 +103,7 @@ def test_every_kernel_is_compiled_for_every_target(rows, targets):
 # threads, which have at most 128 registers each; the residual stream takes 64 of them.
 ALLOWED_BYTES = {
     f"resident_{direction}_kernel<{dtype}, 16>": count
-    for direction, count in (("forward", 64), ("backward", 192))
+    for direction, count in (("forward", 96), ("backward", 192))
     for dtype in ("bf16", "fp16")
 }
 
@@ -285,8 +285,8 @@ def test_local_memory_is_found():
 
 
 def test_local_memory_of_a_kernel_that_may_use_some_is_limited():
-    assert not [*uses_of_local_memory([parsed(48, 60, 64, RESIDENT)])]
+    assert not [*uses_of_local_memory([parsed(48, 92, 96, RESIDENT)])]
     for name in (RESIDENT, RESIDENT.replace("6__half", "13__nv_bfloat16")):
-        (found,) = uses_of_local_memory([parsed(48, 68, 64, name)])
-        assert found.endswith("16> for sm_90: 68 spill stores")
+        (found,) = uses_of_local_memory([parsed(48, 100, 96, name)])
+        assert found.endswith("16> for sm_90: 100 spill stores")
     assert [*uses_of_local_memory([parsed(8, 0, 0, RESIDENT.replace("Li16E", "Li32E"))])]
