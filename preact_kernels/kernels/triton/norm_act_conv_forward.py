@@ -5,12 +5,11 @@ import triton.language as tl
 from torch import Tensor
 
 from preact_kernels.kernels.contract import Epilogue, Inputs, Output, Statistics, Unit
-from preact_kernels.kernels.triton.activations import activate
 from preact_kernels.kernels.triton.batch_norm import (
     kernel_norm,
     load_norm,
+    norm_act,
     pixel_indices,
-    pre_activation,
     tiles_of,
 )
 from preact_kernels.kernels.triton.configurations import conv_forward, filling
@@ -73,6 +72,7 @@ def norm_act_conv_forward_kernel(
     """
     wait_for_predecessors()
     dtype: tl.constexpr = conv_weight.dtype.element_ty
+    x_dtype: tl.constexpr = x.dtype.element_ty
     C: tl.constexpr = SHAPE.C
     K: tl.constexpr = SHAPE.K
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
@@ -112,8 +112,8 @@ def norm_act_conv_forward_kernel(
                     at = in_pixel[:, None] * C + channel[None, :]
                     x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
                     mean, _, scale, bias = norms[block]
-                    p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
-                    a = tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
+                    a = norm_act(x_tile, mean, scale, bias, parameter, x_dtype, ACTIVATION)
+                    a = tl.where(mask, a, 0.0)
                     if SHAPE.R * SHAPE.S == 1:
                         weight = weights[block]
                     else:

@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.triton.activations import activate
 from preact_kernels.kernels.triton.batch_norm import (
     KernelNorm,
     load_scale,
+    norm_act,
     pixel_indices,
-    pre_activation,
     tiles_of,
 )
 from preact_kernels.kernels.triton.configurations import ConvBlocks, taps_per_program
@@ -123,8 +122,8 @@ def norm_act_conv_backward_weight_kernel(
             mask = exists[:, None] & is_channel[None, :]
             at = in_pixel[:, None] * C + channel[None, :]
             x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-            p = pre_activation(x_tile, mean, scale, bias, x_dtype)
-            a = tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
+            a = norm_act(x_tile, mean, scale, bias, parameter, x_dtype, ACTIVATION)
+            a = tl.where(mask, a, 0.0)
             # In the padding a is 0, and 0 * inf would be NaN: dy is 0 there too.
             tap_dy = tl.where(exists[:, None], dy_tile, 0.0) if IS_PADDED else dy_tile
             added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
