@@ -35,26 +35,29 @@ ResidentPlan plan_resident_run(int64_t channels, ScalarType dtype) {
   return dtype == ScalarType::Half ? with(Half{}) : with(BFloat16{});
 }
 
-// Why the kernels do not run these bottlenecks on `x`, or backward on a gradient of their output,
-// or null.
-const char* refusal(const Tensor& x, const std::vector<Tensor>& conv_weights,
+// Why the kernels do not run these bottlenecks on `x`, or backward on a gradient `x` of their
+// output; else empty. `name` is that of the argument x.
+std::string refusal(const char* name, const Tensor& x, const std::vector<Tensor>& conv_weights,
                     int64_t units_per_block, ScalarType dtype, bool is_backward) {
-  const Activation size = check_activation("x", x);
+  const Activation size = check_activation(name, x);
   if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16) {
     return "dtype: expected float16 or bfloat16";
   }
-  if (x.scalar_type() != dtype) return "x: expected the dtype of the convolutions";
+  if (x.scalar_type() != dtype) {
+    return std::string(name) + ": expected the dtype of the convolutions";
+  }
   if (units_per_block != kUnits) return "units_per_block: expected 3";
   if (!is_backward && conv_weights.size() > size_t(kUnits * kMostForwardBlocks)) {
     return "conv_weights: expected no more than 256 blocks";
   }
   const int64_t channels = size.channels / 4;
   if (size.channels != 64 && size.channels != 128 && size.channels != 256) {
-    return "x: expected 64, 128 or 256 channels";
+    return std::string(name) + ": expected 64, 128 or 256 channels";
   }
   const ResidentPlan plan = plan_resident_run(channels, dtype);
   if (size.height != plan.side || size.width != plan.side) {
-    return "x: expected images of 32x32 pixels for 64 channels, 16x16 for 128, 8x8 for 256";
+    return std::string(name) +
+           ": expected images of 32x32 pixels for 64 channels, 16x16 for 128, 8x8 for 256";
   }
   for (size_t i = 0; i < conv_weights.size(); ++i) {
     check_tensor("conv_weights", conv_weights[i]);
@@ -67,10 +70,13 @@ const char* refusal(const Tensor& x, const std::vector<Tensor>& conv_weights,
     }
   }
   const OnDeviceOf on(x);
-  if (size.images > multiprocessors()) return "x: expected no more images than multiprocessors";
+  if (size.images > multiprocessors()) {
+    return std::string(name) + ": expected no more images than multiprocessors";
+  }
   const int bytes = is_backward ? plan.backward_bytes : plan.forward_bytes;
-  if (bytes > most_shared_bytes()) return "x: expected a GPU with more shared memory";
-  return nullptr;
+  if (bytes > most_shared_bytes())
+    return std::string(name) + ": expected a GPU with more shared memory";
+  return "";
 }
 
 Tensor aligned(const Tensor& t) {
@@ -101,7 +107,7 @@ struct ResidentUnits {
 // x, or on the gradient of its output.
 bool resident_run_is_served(const Tensor& x, const std::vector<Tensor>& conv_weights,
                             int64_t units_per_block, ScalarType dtype, bool is_backward) {
-  return refusal(x, conv_weights, units_per_block, dtype, is_backward) == nullptr;
+  return refusal("x", x, conv_weights, units_per_block, dtype, is_backward).empty();
 }
 
 // As block_run_forward, whose statistics of the units must be wanted, in one launch.
@@ -110,8 +116,8 @@ std::vector<Tensor> resident_run_forward(const Tensor& x, PK_RUN_PARAMETERS, boo
                                          bool keep_unit_inputs) {
   const BlockRun run{PK_RUN_ARGUMENTS};
   check_run(run);
-  const char* why = refusal(x, conv_weights, units_per_block, dtype, false);
-  PK_CHECK(why == nullptr, why ? why : "");
+  const std::string why = refusal("x", x, conv_weights, units_per_block, dtype, false);
+  PK_CHECK(why.empty(), why);
   const std::vector<bool> keeps = are_kept(run, kept_blocks);
   if (!means.empty()) check_count("means", means, 1);
   ResidentUnits of(run, x);
@@ -179,8 +185,8 @@ std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMET
   const Gradient gradient = gradient_of(PK_GRADIENT_ARGUMENTS);
   const BlockRun run{PK_RUN_ARGUMENTS};
   check_run(run);
-  const char* why = refusal(g, conv_weights, units_per_block, dtype, true);
-  PK_CHECK(why == nullptr, why ? why : "");
+  const std::string why = refusal("g", g, conv_weights, units_per_block, dtype, true);
+  PK_CHECK(why.empty(), why);
   const size_t blocks = run.units() / kUnits;
   PK_CHECK(kept_blocks.size() == blocks && !y.has_value() && negated.empty(),
            "kept_blocks: expected all blocks, and no y and negated");

@@ -108,16 +108,20 @@ def test_memory_modes_are_within_the_budget(memory):
     check(stage, plain_copy(stage), [{"x": random_input(64)} for _ in range(4)])
 
 
-@pytest.mark.calls(FORWARD, BACKWARD)
-def test_runs_between_projections_are_within_the_budget():
-    """A gradient comes in, and goes out, with a step that is left to do."""
+def stage_with_projections(**options):
+    """A gradient goes into a run, and comes out, with a step that is left to do."""
     blocks = [
         random_block("bottleneck", 64, 32),
         *(random_block("bottleneck", 128, 32) for _ in range(2)),
         random_block("bottleneck", 128, 64, 2),
         *(random_block("bottleneck", 256, 64) for _ in range(2)),
     ]
-    stage = in_dtype(pk.PreActStage(blocks), torch.bfloat16).to(DEVICE)
+    return in_dtype(pk.PreActStage(blocks, **options), torch.bfloat16).to(DEVICE)
+
+
+@pytest.mark.calls(FORWARD, BACKWARD)
+def test_runs_between_projections_are_within_the_budget():
+    stage = stage_with_projections()
     problems = [{"x": nhwc(torch.randn(2, 64, 16, 16, device=DEVICE).bfloat16())} for _ in range(4)]
     check(stage, plain_copy(stage), problems)
 
@@ -323,6 +327,10 @@ NOT_SERVED = {
         stage_of(64, residual_dtype=torch.float32),
         random_input(64, dtype=torch.float32),
     ),
+    "float32 stream between projections": lambda: (
+        stage_with_projections(residual_dtype=torch.float32),
+        nhwc(torch.randn(2, 64, 16, 16, device=DEVICE)),
+    ),
     "higher images": lambda: (stage_of(64), nhwc(random_input(64, images=1).repeat(1, 1, 2, 1))),
     "wider images": lambda: (stage_of(64), nhwc(random_input(64, images=1).repeat(1, 1, 1, 2))),
     "many images": lambda: (set_schedule(multiprocessors=1), stage_of(64), random_input(64))[1:],
@@ -337,7 +345,7 @@ def test_other_runs_are_those_of_the_units(name):
     if name == "many images" and not IS_CUDA_ON_HOST:
         pytest.skip("multiprocessors are chosen on the host")
     stage, x = NOT_SERVED[name]()
-    dy = torch.randn_like(x)
+    dy = torch.randn_like(stage(x))
     with by_units():
         expected = evaluate(stage, {"x": x}, dy)
     found = []
@@ -423,7 +431,7 @@ def test_a_wrong_argument_is_an_error_that_names_it(name):
 # The same for the op of the backward.
 WRONG_BACKWARD = {
     "dtype": (lambda a: a.update(dtype=torch.float32), "dtype: "),
-    "shape of g": (lambda a: a.update(g=nhwc(a["g"][..., :7])), "x: "),
+    "shape of g": (lambda a: a.update(g=nhwc(a["g"][..., :7])), "g: "),
     "part of a step": (lambda a: a.update(skip=a["g"]), "skip: "),
     "a block that is rebuilt": (lambda a: a.update(kept_blocks=[0]), "kept_blocks: "),
     "blocks in no order": (lambda a: a.update(kept_blocks=[1, 0]), "kept_blocks: "),
