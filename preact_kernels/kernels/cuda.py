@@ -113,9 +113,9 @@ class CUDAKernels(NativeKernels):
         """The op for `block_run_backward`: a resident run rebuilds no inputs, in one dtype."""
         keeps_all = len(kept) == len(run.parameters)
         has_one_dtype = all(t.dtype == dy.g.dtype for t in kept)
-        if keeps_all and has_one_dtype and run.units[0].uses_batch:
-            if self._is_resident(run, dy.g, True):
-                return self._ops.resident_run_backward.default
+        may_be = keeps_all and has_one_dtype and run.units[0].uses_batch
+        if may_be and self._is_resident(run, dy.g, True):
+            return self._ops.resident_run_backward.default
         return super()._run_backward(run, dy, kept)
 
     def norm_act_conv_backward(
