@@ -66,21 +66,6 @@ __device__ inline uint32_t pack_pair<Half>(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
-// The same, with 0 for negative numbers. NaN stays NaN.
-template <class T>
-__device__ inline uint32_t pack_relu_pair(float low, float high);
-template <>
-__device__ inline uint32_t pack_relu_pair<BFloat16>(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-template <>
-__device__ inline uint32_t pack_relu_pair<Half>(float low, float high) {
-  uint32_t pair;
-  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
 template <class T>
 __device__ inline float2 unpack_pair(uint32_t pair);
 template <>

@@ -175,8 +175,8 @@ template <class T>
 __device__ inline uint32_t activation_of(uint32_t x, const float* mean, const float* scale,
                                          const float* bias) {
   const float2 both = unpack_pair<T>(x);
-  return pack_relu_pair<T>(fmaf(both.x - mean[0], scale[0], bias[0]),
-                           fmaf(both.y - mean[1], scale[1], bias[1]));
+  return pack_pair<T>(relu(fmaf(both.x - mean[0], scale[0], bias[0])),
+                      relu(fmaf(both.y - mean[1], scale[1], bias[1])));
 }
 
 struct TwoSums {

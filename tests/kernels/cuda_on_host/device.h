@@ -119,12 +119,6 @@ template <class T>
 uint32_t pack_pair(float low, float high) {
   return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
 }
-// A number that is not negative, or NaN.
-inline float relu_of(float value) { return value <= 0 ? 0.0f : value; }
-template <class T>
-uint32_t pack_relu_pair(float low, float high) {
-  return pack_pair<T>(relu_of(low), relu_of(high));
-}
 template <class T>
 float2 unpack_pair(uint32_t pair) {
   return {to_float(T{static_cast<uint16_t>(pair)}), to_float(T{static_cast<uint16_t>(pair >> 16)})};

@@ -77,20 +77,20 @@ __global__ void product_kernel(ProductParams p) {
 struct ConversionParams {
   const float* in;
   float* out;
-  bool is_relu;
+  bool is_mask;
 };
 
-// out = in or relu(in), rounded to T: for TF32 where T is float. Even blocks convert pairs, odd
-// ones single values.
+// out = in, rounded to T: for TF32 where T is float. Even blocks convert pairs, odd ones single
+// values. With `is_mask` pairs become 1 where that is not zero.
 template <class T>
 __global__ void conversion_kernel(ConversionParams p) {
   const unsigned i = (blockIdx.x * 32 + threadIdx.x) * 2;
   if constexpr (std::is_same_v<T, float>) {
     for (unsigned j = i; j < i + 2; ++j) p.out[j] = as_operand(p.in[j]);
   } else if (blockIdx.x % 2 == 0) {
-    const float low = p.in[i], high = p.in[i + 1];
-    const float2 pair =
-        unpack_pair<T>(p.is_relu ? pack_relu_pair<T>(low, high) : pack_pair<T>(low, high));
+    const uint32_t packed = pack_pair<T>(p.in[i], p.in[i + 1]);
+    const uint32_t mask = mask_of_nonzero<T>(packed) & pack_pair<T>(1, 1);
+    const float2 pair = unpack_pair<T>(p.is_mask ? mask : packed);
     p.out[i] = pair.x, p.out[i + 1] = pair.y;
   } else {
     for (unsigned j = i; j < i + 2; ++j) p.out[j] = to_float(from_float<T>(p.in[j]));
@@ -178,11 +178,11 @@ PK_ENTRY product(int type, const void* a, const void* b, float* d, bool a_by_row
 }
 
 // Of 64 values a block.
-PK_ENTRY conversion(int type, const float* in, float* out, unsigned blocks, bool is_relu) {
+PK_ENTRY conversion(int type, const float* in, float* out, unsigned blocks, bool is_mask) {
   const auto kernel = type == kBFloat16 ? conversion_kernel<BFloat16>
                       : type == kHalf   ? conversion_kernel<Half>
                                         : conversion_kernel<float>;
-  return run("conversion", kernel, blocks, 32, 0, ConversionParams{in, out, is_relu});
+  return run("conversion", kernel, blocks, 32, 0, ConversionParams{in, out, is_mask});
 }
 
 PK_ENTRY shuffle(const float* in, const int* lanes, float* out) {
