@@ -26,6 +26,8 @@ from preact_kernels.ops import dispatch
 
 State = dict[str, Tensor]
 
+_RESIDENT_BY_DEFAULT = cuda.RESIDENT_RUNS
+
 
 class Family(NamedTuple):
     """Networks that differ only in depth."""
@@ -116,6 +118,7 @@ class Contender:
         self, network: Network, state: State, device: torch.device, dtype: torch.dtype
     ) -> nn.Module:
         """Builds the network with the weights in `state`, ready to train on `device` in `dtype`."""
+        cuda.RESIDENT_RUNS = _RESIDENT_BY_DEFAULT  # a contender that failed may have left it on
         options = {"fused": False} if self.fused is None else {"memory": self.fused}
         model = network.model(**options)
         model.load_state_dict(state)
@@ -248,7 +251,7 @@ def _resident_refusal(images: int, dtype: torch.dtype) -> str:
 def _use_resident_runs(model: nn.Module) -> None:
     """Runs the bottlenecks of every stage in few launches, in both directions.
 
-    The forward raises where the kernel does not serve a stage, which would run unit by unit.
+    The forward raises for a batch or dtype that would run unit by unit.
     """
     for index, stage in enumerate(model.stages):
         stage.forward = functools.partial(_resident_forward, stage.forward, index == 0)
@@ -384,9 +387,13 @@ def is_rival(name: str) -> bool:
     return BY_NAME[name].fused is None
 
 
-def is_served(name: str, batch: int, dtype: torch.dtype) -> bool:
-    """Whether a contender runs what it is named for, with that batch and dtype."""
-    return not BY_NAME[name].is_experiment or not _resident_refusal(batch, dtype)
+def is_served(name: str, network: str, batch: int, dtype: torch.dtype) -> bool:
+    """Whether a contender runs what it is named for on a network, with that batch and dtype."""
+    if not BY_NAME[name].is_experiment:
+        return True
+    found = Network.named(network)
+    has_stages = found.family == "resnet" and found.block == "bottleneck"
+    return has_stages and not _resident_refusal(batch, dtype)
 
 
 def is_headline(name: str) -> bool:

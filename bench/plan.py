@@ -41,7 +41,7 @@ class Plan:
     def task(self, kind: str, network: str, batch: int, names, group: str, dtype=None, steps=0):
         """Yields a task, or none if no contender can run."""
         dtype = dtype or self.a.dtype
-        names = tuple(n for n in names if n in self.usable and is_served(n, batch, dtype))
+        names = tuple(n for n in names if n in self.usable and is_served(n, network, batch, dtype))
         if names:
             dtype = dtype_name(dtype)
             yield Task(kind, network, batch, dtype, names, group, steps, **self.common)

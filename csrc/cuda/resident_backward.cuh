@@ -11,7 +11,7 @@ struct ResidentBackwardUnit {
   const float *mean, *var, *bn_weight, *bn_bias;
   const void* weight;  // transposed, [C][taps][K]
   const void* input;
-  void* dy;           // where the gradient of the unit's output is stored
+  void* dy;           // where the gradient of its output is stored; null for that of the run
   Accumulators sums;  // of g and of g * xhat
   float eps;
 };

@@ -35,8 +35,7 @@ struct ForwardImage : ResidentImage<T, C> {
   using Base::kGroups, Base::kPairs, Base::kTiles, Base::kWide;
   using Base::parts, Base::x, Base::z;
 
-  // Mean and M2, the sum of squares around the mean, of a warp's channels, which are `count`
-  // values.
+  // Mean and M2, the sum of squares around the mean, of a warp's channels.
   template <int CHANNELS>
   static __device__ void store_part(const WarpSums<CHANNELS>& sums, float2* to) {
     constexpr float kCount = 16 * kTiles;

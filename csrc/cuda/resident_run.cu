@@ -188,8 +188,10 @@ std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMET
   const std::string why = refusal("g", g, conv_weights, units_per_block, dtype, true);
   PK_CHECK(why.empty(), why);
   const size_t blocks = run.units() / kUnits;
-  PK_CHECK(kept_blocks.size() == blocks && !y.has_value() && negated.empty(),
-           "kept_blocks: expected all blocks, and no y and negated");
+  PK_CHECK(kept_blocks.size() == blocks, "kept_blocks: expected all ", blocks, " blocks, got ",
+           kept_blocks.size());
+  PK_CHECK(!y.has_value(), "y: expected none, as no input is rebuilt");
+  check_count("negated", negated, 0);
   are_kept(run, kept_blocks);
   check_count("inputs", inputs, run.units());
   check_count("means", means, run.units());
@@ -212,10 +214,12 @@ std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMET
 
   const OnDeviceOf on(g);
   Workspace& workspace = *results.workspace;
-  Tensor dy = aligned(g);  // of the output of the last block that is left
+  Tensor dy;  // of the output of the last block that is left
   if (gradient.step.has_value()) {
     dy = empty_nhwc(g, of.wide);
     launch_norm_input_gradient(of.wide, gradient, false, dy);
+  } else {
+    dy = aligned(g);
   }
   const ResidentPlan plan = plan_resident_run(of.narrow.channels, dtype);
   const int64_t wide_bytes = of.wide.pixels() * of.wide.channels * 2;
@@ -228,6 +232,7 @@ std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMET
   fill_zeros(arrived, launches * sizeof(unsigned), on.stream);
   for (size_t end = blocks; end > 0;) {
     const size_t begin = end > most ? end - most : 0;
+    make_room(workspace, int64_t(end - begin) * (wide_bytes + 2 * narrow_bytes), on.stream);
     ResidentBackward params{};
     params.dy = data<char>(dy);
     params.arrived = arrived++;
@@ -236,16 +241,15 @@ std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMET
     std::vector<Tensor> gradients(kUnits * (end - begin));  // of the outputs of units
     for (size_t j = gradients.size(); j-- > 0;) {
       const size_t i = kUnits * begin + j;
-      const bool ends_block = run.ends_block(i);
-      gradients[j] =
-          j + 1 == gradients.size() ? dy : empty_nhwc(g, ends_block ? of.wide : of.narrow);
+      const bool is_given = j + 1 == gradients.size();
+      gradients[j] = is_given ? dy : empty_nhwc(g, run.ends_block(i) ? of.wide : of.narrow);
       params.units[j / kUnits][j % kUnits] = {data<float>(norms[i].mean),
                                               data<float>(norms[i].var),
                                               data<float>(norms[i].weight),
                                               data<float>(norms[i].bias),
                                               workspace.weights[i],
                                               data<char>(aligned_inputs[i]),
-                                              mutable_data<char>(gradients[j]),
+                                              is_given ? nullptr : mutable_data<char>(gradients[j]),
                                               results.of_units[i].accumulated,
                                               static_cast<float>(norms[i].eps)};
     }

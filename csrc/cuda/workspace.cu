@@ -274,6 +274,12 @@ void keep_partials(Workspace& workspace, const WeightGradientPartials& partials,
   }
 }
 
+void make_room(Workspace& workspace, int64_t bytes, cudaStream_t stream) {
+  if (workspace.postponed_bytes + bytes <= kMostBytes) return;
+  launch_postponed(workspace, stream);
+  launch_finish_gradients(workspace, nullptr, stream);
+}
+
 void postpone(Workspace& workspace, const PostponedWeightGradient& postponed, cudaStream_t stream) {
   // The convolutions of 16 bottlenecks: 16 x 8 blocks or more for each of three shapes, about as
   // many as the 132 multiprocessors of an H100.

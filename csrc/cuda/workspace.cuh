@@ -46,6 +46,9 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks,
 void keep_partials(Workspace& workspace, const cuda::WeightGradientPartials& partials,
                    const Tensor& memory, cudaStream_t stream);
 
+// Launches the weight gradients that are postponed if `bytes` more would be too many.
+void make_room(Workspace& workspace, int64_t bytes, cudaStream_t stream);
+
 // Keeps the inputs of a weight gradient until there are enough for a launch, or too many bytes.
 void postpone(Workspace& workspace, const PostponedWeightGradient& postponed, cudaStream_t stream);
 

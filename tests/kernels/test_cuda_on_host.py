@@ -19,8 +19,8 @@ if shutil.which(build.CXX[0]) is None:
 SEEDS = range(20)
 COUNT = 64
 ENTRIES = (
-    "reverse", "stray", "divergent", "copy", "vectors", "count", "last_block", "all_blocks",
-    "empty_grid", "chain", "plain_chain",
+    "reverse", "stray", "divergent", "copy", "overwrite", "vectors", "count", "last_block",
+    "all_blocks", "empty_grid", "chain", "plain_chain",
 )  # fmt: skip
 
 
@@ -89,6 +89,14 @@ def test_asynchronous_copies_land_at_the_wait_and_zeros_where_not_valid(planted)
         assert np.isnan(run(planted, "copy", variant)[0]).all(), variant
     for variant in (4, 5):
         assert "copy: cp_async_16: not aligned" in run(planted, "copy", variant)[2], variant
+
+
+def test_a_copy_over_what_others_still_read_shows_in_some_schedule(planted):
+    """With an odd seed copies land at once."""
+    for variant in (0, 1):
+        found = [run(planted, "overwrite", variant, seed)[:2] for seed in SEEDS]
+        right = [bool((out == 2 * values[::-1]).all()) for out, values in found]
+        assert all(right) == (variant == 0), right
 
 
 def test_a_vector_that_is_not_aligned_is_an_error_that_names_the_line(planted):

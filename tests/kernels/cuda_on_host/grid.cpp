@@ -436,11 +436,16 @@ void check_shared(const void* pointer, size_t bytes, const char* what) {
 void wait_for_predecessors() { Block::running->wait_for_predecessors(); }
 void let_dependents_start() { Block::running->let_dependents_start(); }
 
-// A copy in flight leaves NaN where it goes, and lands when its thread waits for it: neither a read
-// before that nor one that the copy should have waited for finds what it expects.
+// With an even seed, a copy in flight leaves NaN where it goes, and lands when its thread waits for
+// it: neither a read before that nor one that the copy should have waited for finds what it
+// expects.
 void copy_async_16(void* smem, const void* global) {
   check_shared(smem, 16, "cp_async_16");
   if (reinterpret_cast<uintptr_t>(global) % 16) fail("cp_async_16: not aligned");
+  if (settings.seed % 2) {  // lands at once: whoever still reads what was there finds this
+    global ? std::memcpy(smem, global, 16) : std::memset(smem, 0, 16);
+    return;
+  }
   std::memset(smem, 0xff, 16);
   Block::running->current->uncommitted.push_back({smem, global});
 }

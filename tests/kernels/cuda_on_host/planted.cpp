@@ -106,6 +106,20 @@ __global__ void last_block_kernel(Params p) {
   for (unsigned i = 0; i < gridDim.x; ++i) p.out[i] = sum += parts[i];
 }
 
+// out = twice in, in reverse order, from a tile that a copy then overwrites. 1: the copy does not
+// wait for the other threads to have read.
+__global__ void overwrite_kernel(Params p) {
+  float* tile = reinterpret_cast<float*>(dynamic_shared());
+  const unsigned i = threadIdx.x;
+  tile[i] = 2 * p.in[i];
+  __syncthreads();
+  p.out[i] = tile[kThreads - 1 - i];
+  if (p.variant == 0) __syncthreads();
+  if (i % 4 == 0) cp_async_16(tile + i, p.in + i, true);
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+
 // out = the sum of in of all blocks, in each block: for a cooperative launch. 1: does not wait for
 // the other blocks. 2: a block counts itself before it has stored its part.
 __global__ void all_blocks_kernel(Params p) {
@@ -195,6 +209,9 @@ PK_ENTRY count(const float* in, float* out, int variant) {
 }
 PK_ENTRY last_block(const float* in, float* out, int variant) {
   return run_meeting("last_block", last_block_kernel, in, out, variant);
+}
+PK_ENTRY overwrite(const float* in, float* out, int variant) {
+  return run("overwrite", overwrite_kernel, 1, kThreads, kThreads * 4, Params{in, out, variant});
 }
 PK_ENTRY all_blocks(const float* in, float* out, int variant) {
   return run_meeting("all_blocks", all_blocks_kernel, in, out, variant, LaunchKind::kCooperative);
