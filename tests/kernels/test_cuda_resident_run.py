@@ -197,7 +197,7 @@ def test_schedules_and_the_order_of_images_change_no_bit(width):
     run, wanted = recorded_run(stage, x)
     run = with_statistics_of_x(run, *torch.ones(2, 4 * width, device=DEVICE))
     expected = forward(run, x, wanted)
-    for seed in (1, 2):
+    for seed in (2, 3):
         set_schedule(seed)
         assert_same_bits(forward(run, x, wanted), expected)
     turned = forward(run, nhwc(x.flip(0)), wanted)
@@ -210,7 +210,7 @@ def test_schedules_and_the_order_of_images_change_no_bit(width):
 def test_schedules_change_no_bit_of_a_gradient(width):
     stage, inputs, dy = stage_of(width), {"x": random_input(width)}, random_input(width)
     expected = evaluate(stage, inputs, dy)
-    for seed in (1, 2):
+    for seed in (2, 3):
         set_schedule(seed)
         stage.load_state_dict(stage.state_dict())
         found = evaluate(stage, inputs, dy)
