@@ -93,7 +93,7 @@ struct BackwardImage : ResidentImage<T, C> {
     sums.add(c + 1, of_g.y, of_g.y * (of_x.y - mean.y));
     return pair;
   }
-  // [skip +] scale * g + b * (x - mean) + c, two values.
+  // scale * g + b * (x - mean) + c, two values.
   template <int OF>
   static __device__ float2 gradient(uint32_t g, uint32_t input, const Coefficients<OF>& norm) {
     const float2 mean = norm[kMean], scale = norm[kScale], b = norm[kB], c = norm[kC];
@@ -141,7 +141,7 @@ struct BackwardImage : ResidentImage<T, C> {
     }
   }
 
-  // The same for the first unit, whose input is wide. g takes the place of the stream.
+  // As `mask`, for the first unit, whose input is wide. g takes the place of the stream.
   __device__ void mask_stream(const void* input) {
     const Place place;
     const T* own = static_cast<const T*>(input) + place.wide();

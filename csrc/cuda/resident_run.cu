@@ -74,8 +74,9 @@ std::string refusal(const char* name, const Tensor& x, const std::vector<Tensor>
     return std::string(name) + ": expected no more images than multiprocessors";
   }
   const int bytes = is_backward ? plan.backward_bytes : plan.forward_bytes;
-  if (bytes > most_shared_bytes())
+  if (bytes > most_shared_bytes()) {
     return std::string(name) + ": expected a GPU with more shared memory";
+  }
   return "";
 }
 

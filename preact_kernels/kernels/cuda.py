@@ -101,20 +101,23 @@ class CUDAKernels(NativeKernels):
     def _is_resident(self, run: BlockRun, x: Tensor, is_backward: bool) -> bool:
         weights = [p.conv_weight for p in run.parameters]
         described = weights, len(run.units), run.units[0].dtype, is_backward
-        return RESIDENT_RUNS and self._ops.resident_run_is_served.default(x, *described)
+        return self._ops.resident_run_is_served.default(x, *described)
 
     def _run_forward(self, run: BlockRun, x: Tensor) -> Any:
         """The op for `block_run_forward`: a resident run takes no statistics but those of `x`."""
-        if not any(run.statistics[1:]) and self._is_resident(run, x, False):
+        if RESIDENT_RUNS and not any(run.statistics[1:]) and self._is_resident(run, x, False):
             return self._ops.resident_run_forward.default
         return super()._run_forward(run, x)
 
     def _run_backward(self, run: BlockRun, dy: Gradient, kept: Sequence[Tensor]) -> Any:
         """The op for `block_run_backward`: a resident run rebuilds no inputs, in one dtype."""
-        keeps_all = len(kept) == len(run.parameters)
-        has_one_dtype = all(t.dtype == dy.g.dtype for t in kept)
-        may_be = keeps_all and has_one_dtype and run.units[0].uses_batch
-        if may_be and self._is_resident(run, dy.g, True):
+        if (
+            RESIDENT_RUNS
+            and len(kept) == len(run.parameters)
+            and kept[0].dtype == dy.g.dtype  # the stream's and the products'
+            and run.units[0].uses_batch
+            and self._is_resident(run, dy.g, True)
+        ):
             return self._ops.resident_run_backward.default
         return super()._run_backward(run, dy, kept)
 

@@ -223,6 +223,9 @@ def test_a_resident_contender_is_timed_only_where_its_runs_are_resident(
     tasks = plan.Plan(a, {"stem": "", "commit": "", "command": ""}).tasks()
     names = next(task for task in tasks if task.group == "uncompiled").contenders
     assert ("fused-resident-graph" in names) == (not refusal)
+    tasks = plan.Plan(a, {"stem": "", "commit": "", "command": ""}).tasks()
+    basic = [task.contenders for task in tasks if task.network == "resnet-110"]
+    assert basic and not any("fused-resident-graph" in names for names in basic)
     assert {"fused-graph", "eager-graph"} <= {*names}
 
     used = []
@@ -654,3 +657,11 @@ def test_under_torchrun_the_processes_are_compared_with_one(tmp_path):
         assert 0 <= row.sending_share < 1
     with pytest.raises(FileNotFoundError):  # the report leaves these files alone
         report.load(tmp_path)
+
+
+def test_building_a_contender_switches_resident_runs_off(monkeypatch):
+    """A contender whose backward failed leaves them on."""
+    monkeypatch.setattr(cuda, "RESIDENT_RUNS", True)
+    network = Network.named("resnet-8")
+    BY_NAME["fused-store"].build(network, network.state(), torch.device("cpu"), torch.float32)
+    assert not cuda.RESIDENT_RUNS

@@ -320,6 +320,13 @@ def narrow_stage():
     )
 
 
+def too_many_images():
+    if IS_CUDA_ON_HOST:
+        set_schedule(multiprocessors=1)
+        return 2
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count + 1
+
+
 # A stage and its input that the kernel does not serve.
 NOT_SERVED = {
     "evaluation": lambda: (stage_of(64).eval(), random_input(64)),
@@ -334,7 +341,7 @@ NOT_SERVED = {
     ),
     "higher images": lambda: (stage_of(64), nhwc(random_input(64, images=1).repeat(1, 1, 2, 1))),
     "wider images": lambda: (stage_of(64), nhwc(random_input(64, images=1).repeat(1, 1, 1, 2))),
-    "many images": lambda: (set_schedule(multiprocessors=1), stage_of(64), random_input(64))[1:],
+    "many images": lambda: (stage_of(64), random_input(64, images=too_many_images())),
     "basic blocks": lambda: (basic_stage().to(DEVICE), nhwc(random_input(64)[:, :64])),
     "narrow inside": lambda: (narrow_stage().to(DEVICE), random_input(64)),
     "few channels": lambda: (stage_of(48), nhwc(torch.randn(2, 192, 8, 8).bfloat16().to(DEVICE))),
@@ -343,8 +350,6 @@ NOT_SERVED = {
 
 @pytest.mark.parametrize("name", NOT_SERVED)
 def test_other_runs_are_those_of_the_units(name):
-    if name == "many images" and not IS_CUDA_ON_HOST:
-        pytest.skip("multiprocessors are chosen on the host")
     stage, x = NOT_SERVED[name]()
     dy = torch.randn_like(x)
     with by_units():
@@ -367,9 +372,8 @@ def test_256_blocks_are_served_and_no_more():
     assert not is_served(random_input(64), weights * 257)
 
 
+@on_host
 def test_shared_memory_that_a_gpu_lacks_is_not_used():
-    if not IS_CUDA_ON_HOST:
-        pytest.skip("shared memory is chosen on the host")
     run, _ = recorded_run(stage_of(64, blocks=1), random_input(64))
     weights = [p.conv_weight for p in run.parameters]
     serve_cpu.set_most_shared_bytes(163 * 1024)
