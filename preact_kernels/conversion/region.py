@@ -4,7 +4,7 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +14,20 @@ from torch.overrides import TorchFunctionMode
 from preact_kernels import torch_compat
 from preact_kernels.conversion import operations, registry
 from preact_kernels.conversion import rules as rules
+from preact_kernels.conversion.containers import tensors
 from preact_kernels.conversion.context import Context
 from preact_kernels.conversion.deferred import (
     Deferred,
     Node,
     Operation,
+    called,
     compute,
     computed_arguments,
     deferred_result,
+    has_deferred,
     has_own_history,
     recomputed,
     retry_plain,
-    returned_argument,
 )
 from preact_kernels.conversion.execution import StageRunner, execute
 from preact_kernels.conversion.functions import is_write
@@ -249,16 +251,19 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _BACKWARD:  # hooks of the backward may write to anything
             self.flush(func)
-        given = args
+        given = args, kwargs
         if Deferred in types:
-            args, kwargs = computed_arguments((args, kwargs), func)
+            if has_deferred(given):
+                args, kwargs = computed_arguments(given, func)
+            else:  # an object of another class holds it
+                self.flush(func)
         is_written = bool(self.pending) and is_write(func, args, kwargs)
         if self.pending and (is_written or self.updated):
             with disable_torch_function():
-                ids = {storage_id(t) for t in _tensors(args, kwargs) if t.is_floating_point()}
+                ids = {storage_id(t) for t in tensors((args, kwargs)) if t.is_floating_point()}
                 if ids and self._storages.concern(self.pending, ids, is_written):
                     self.flush(func)
-        return returned_argument(func, given, kwargs, func(*args, **kwargs))
+        return called(func, given, args, kwargs)
 
     def compute(self, targets: Sequence[Node], reader: object) -> None:
         """Computes nodes and the pending nodes that they read.
@@ -384,18 +389,3 @@ def _is_irrelevant(value: object) -> bool:
     if isinstance(value, Tensor):
         return type(value) is not Deferred and not value.is_floating_point()
     return type(value) in (bool, float, int)
-
-
-def _tensors(args: Iterable[Any], kwargs: dict) -> list[Tensor]:
-    """Returns the tensors in arguments, also in lists, tuples and dictionaries."""
-    found: list[Tensor] = []
-    waiting = [*args, *kwargs.values()]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-    return found

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+from preact_kernels.conversion.containers import items
 from preact_kernels.conversion.deferred import Deferred, compute
 from preact_kernels.conversion.norm_modules import calling_norm
 from preact_kernels.conversion.operations import (
@@ -412,7 +413,8 @@ def _record_pad(region: Any, x: Any, sizes: Any, mode: object, value: object) ->
     arguments=lambda tensors, dim=0: (tensors, dim),
 )
 def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
-    if not isinstance(tensors, list | tuple) or not any(map(is_pending, tensors)):
+    tensors = [*items(tensors)] if isinstance(tensors, list | tuple) else []
+    if not any(map(is_pending, tensors)):
         return NotImplemented
     first = next(t for t in tensors if is_pending(t)).preact_node
     n, _, *size = first.shape
@@ -429,7 +431,7 @@ def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
     shape = (n, sum(t.shape[1] for t in tensors), *size)
     if region.context_for(first.context.device) is None:
         return NotImplemented
-    return region.record(CAT, tuple(tensors), None, shape, first.dtype, channels_last)
+    return region.record(CAT, tensors, None, shape, first.dtype, channels_last)
 
 
 def _image_function(func: Callable) -> Callable:
