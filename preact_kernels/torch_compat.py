@@ -5,7 +5,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,14 @@ def is_function_apply(function: object) -> bool:
         and issubclass(owner, torch.autograd.Function)
         and getattr(function, "__name__", "") == "apply"
     )
+
+
+def is_opaque(target: Any) -> bool:
+    """Whether a function in Dynamo's graph may call a custom autograd function, or traces code."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    module = getattr(target, "__module__", None) or "torch"  # operators have none
+    return module.partition(".")[0] not in ("torch", "_operator", "builtins", "math")
 
 
 _Function = TypeVar("_Function", bound=Callable)

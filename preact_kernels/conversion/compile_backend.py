@@ -1,15 +1,24 @@
 """The `torch.compile` backend "preact_kernels": fuses Dynamo's graph, then hands it to Inductor."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
+from types import BuiltinFunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from preact_kernels.conversion.deferred import Deferred
+from preact_kernels import torch_compat
+from preact_kernels.conversion.deferred import Deferred, computed_arguments
 from preact_kernels.conversion.region import Region
+from preact_kernels.conversion.registry import RULES
+from preact_kernels.conversion.report import Outcome
 from preact_kernels.modules.preact_stage import check_memory
-from preact_kernels.torch_compat import FakeTensor, FunctionalTensor
+from preact_kernels.torch_compat import FakeTensor, FunctionalTensor, disable_torch_function
+
+_logger = logging.getLogger(__name__)
 
 
 def compile_fused(
@@ -22,7 +31,8 @@ def compile_fused(
     """Compiles a graph from Dynamo with its BN-ReLU-Conv chains fused.
 
     `convert` matches chains at each call; here they are matched once, at compilation, because
-    Dynamo's guards ensure that a graph fits each of its calls.
+    Dynamo's guards ensure that a graph fits each of its calls. What ran fused, and why the rest did
+    not, is logged at level INFO.
 
     Args:
         graph: a graph from Dynamo.
@@ -39,22 +49,42 @@ def compile_fused(
     others = dict(options or {})
     memory = others.pop("memory", "store")
     check_memory(memory, None, None, 1)
+    if _has_volumes_of_any_size(example_inputs):
+        # Inductor cannot order the symbolic strides of images that it prefers in channels_last.
+        others.setdefault("layout_optimization", False)
     if others:
         inductor_options["config_patches"] = others
-    compiled: Any = compile_fx(_fused(graph, memory), list(example_inputs), **inductor_options)
+    outcomes: list[Outcome] = []
+    fused = fused_graph(graph, memory, outcomes)
+    compiled: Any = compile_fx(fused, list(example_inputs), **inductor_options)
+    count = sum(bool(o.into) for o in outcomes)
+    _logger.info("%d of %d norms of a graph are fused", count, len(outcomes))
+    for text, times in sorted(counted(outcomes).items()):
+        _logger.info("%d: %s", times, text)
     return compiled
 
 
-def _fused(graph: fx.GraphModule, memory: str) -> fx.GraphModule:
-    """Returns a graph that runs `graph` in a region."""
+def _has_volumes_of_any_size(inputs: Sequence[Any]) -> bool:
+    has_volumes = any(isinstance(i, Tensor) and i.dim() == 5 for i in inputs)
+    return has_volumes and any(isinstance(i, torch.SymInt) for i in inputs)
+
+
+def counted(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Counts the norms of a graph by what they ran as and the reason."""
+    return dict(Counter(", ".join(filter(None, (o.into, o.reason))) for o in outcomes))
+
+
+def fused_graph(graph: fx.GraphModule, memory: str, outcomes: list[Outcome]) -> fx.GraphModule:
+    """Returns a graph that runs `graph` in a region; a run sets `outcomes`, one for each norm."""
     outputs = next(n for n in graph.graph.nodes if n.op == "output").args[0]
 
     def run_in_region(*inputs: Any) -> Any:
         types = (FakeTensor, FunctionalTensor)
         region = Region(memory, extra_types=types, is_traced=True)
         with region:
-            results = fx.Interpreter(graph).run(*inputs)
+            results = _Interpreter(graph, region).run(*inputs)
         region.finish("the end of the graph")
+        outcomes[:] = [outcome for _, outcome in region.outcomes]
         return tuple(r.preact_node.value if type(r) is Deferred else r for r in results)
 
     fused = fx.Graph()
@@ -66,3 +96,28 @@ def _fused(graph: fx.GraphModule, memory: str) -> fx.GraphModule:
     results = fused.call_function(run_in_region, tuple(inputs))
     fused.output(tuple(fused.call_function(getitem, (results, i)) for i in range(len(outputs))))
     return fx.GraphModule(graph, fused)
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph in a region.
+
+    A custom autograd function does not pass on the gradient of a deferred tensor: what may call one
+    gets computed tensors, and runs outside of the region.
+    """
+
+    def __init__(self, graph: fx.GraphModule, region: Region) -> None:
+        super().__init__(graph)
+        self._region = region
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if target in RULES or isinstance(target, BuiltinFunctionType):
+            return super().call_function(target, args, kwargs)
+        with disable_torch_function():
+            args, kwargs = computed_arguments((args, kwargs), target)
+        if not torch_compat.is_opaque(target):
+            return super().call_function(target, args, kwargs)
+        self._region.suspend(target)
+        try:
+            return super().call_function(target, args, kwargs)
+        finally:
+            self._region.resume(target)

@@ -88,6 +88,9 @@ def _images(node: Node) -> tuple[Node | Tensor, ...]:
 
 
 def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reader: object) -> None:
+    def read() -> str:
+        return described(reader, region.is_traced)
+
     found = region.outcomes
     for m in matches:
         convs = {u.norm: u.conv for u in reversed(m.units)}
@@ -95,10 +98,10 @@ def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reade
             if node.operation is NORM:
                 conv = _module(convs.get(node))
                 reference = None if conv is None else weakref.ref(conv)
-                reason = "" if m.units else m.reason or described(reader)
+                reason = "" if m.units else m.reason or read()
                 found.append((_module(node), Outcome(m.name, reason, reference)))
     for node, reason in refused.items():
-        found.append((_module(node), Outcome("", reason or described(reader))))
+        found.append((_module(node), Outcome("", reason or read())))
 
 
 def _module(node: Node | None) -> nn.Module | None:

@@ -82,7 +82,7 @@ class Region(TorchFunctionMode):
         self.outcomes: list[tuple[nn.Module | None, Outcome]] = []
         self.context: Any = None
         self.is_closed = self._is_suspended = False
-        self._suspended_for: list[nn.Module] = []
+        self._suspended_for: list[Any] = []
         self.frame: types.FrameType | None = None  # frame that entered the region
         self.recomputed: dict[Node, Tensor] = {}  # values that a backward computed again
         self._modes = torch_compat.eager_modes()
@@ -112,15 +112,18 @@ class Region(TorchFunctionMode):
         if torch_compat.is_innermost_function_mode(self):  # false if generators are interleaved
             super().__exit__(*error)
 
-    def suspend(self, module: nn.Module) -> None:
-        """Leaves the region while `module` runs, unless another mode was entered since."""
+    def suspend(self, module: Any) -> None:
+        """Leaves the region while a module or function runs, unless another mode was entered since.
+
+        Results of the region that the program holds are computed before.
+        """
         self.flush("a module that runs plain")
         self._suspended_for.append(module)
         if not self._is_suspended and torch_compat.is_innermost_function_mode(self):
             super().__exit__(None, None, None)
             self._is_suspended = True
 
-    def resume(self, module: nn.Module) -> None:
+    def resume(self, module: Any) -> None:
         """Undoes `suspend(module)` and later suspensions that are still open."""
         if module not in self._suspended_for:
             return
@@ -237,8 +240,9 @@ class Region(TorchFunctionMode):
 
     def note(self, owner: Owner | None, reason: str) -> None:
         """Notes why a batch norm is not deferred."""
-        if owner is not None:
-            self.outcomes.append((owner.module, Outcome("", reason)))
+        if owner is not None or self.is_traced:
+            module = None if owner is None else owner.module
+            self.outcomes.append((module, Outcome("", reason)))
 
     def before_statistics(self, statistics: Sequence[Tensor], is_updated: bool) -> None:
         """Computes pending batch norms that conflict with a call on these running statistics."""

@@ -71,9 +71,14 @@ class ConversionReport(tuple[Site, ...]):
         return "\n".join(rows)
 
 
-def described(reader: object) -> str:
-    """Names the reader of a deferred tensor, with the file and line of the program."""
+def described(reader: object, is_traced: bool = False) -> str:
+    """Names the reader of a deferred tensor, with the file and line of the program.
+
+    A compiler traces without the frames of the program.
+    """
     name = reader if isinstance(reader, str) else getattr(reader, "__name__", str(reader))
+    if is_traced:
+        return f"read by {name}"
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
         frame = frame.f_back  # type: ignore[assignment]

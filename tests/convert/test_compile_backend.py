@@ -1,18 +1,180 @@
 """`torch.compile(model, backend="preact_kernels")` equals plain PyTorch and saves as eager does."""
 
+import collections
 import copy
+import logging
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.conversion.compile_backend import fused_graph
 from preact_kernels.torch_compat import storage_id
 from tests.cases import needs_entry_points
+from tests.convert import models, test_norm_act_models
 from tests.convert import published_models as foreign
+from tests.convert.norm_act_models import SwishFunction
 from tests.convert.trial import tensors_of
 
-pytestmark = [pytest.mark.backends("cpu"), needs_entry_points]
+pytestmark = pytest.mark.backends("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def traced(model, outcomes):
+    """Compiles a model into fused graphs, which run as traced: Inductor takes much longer."""
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph, inputs):
+        found = []
+        compiled = aot_eager(fused_graph(graph, "store", found), inputs)
+        outcomes.extend(found)
+        return compiled
+
+    return torch.compile(model, backend=backend)
+
+
+def step(model, state, x):
+    """Returns the output of a training step, its gradients, and the buffers after it."""
+    x = x.detach().clone().requires_grad_()
+    state.zero_grad()
+    torch.manual_seed(0)  # of dropout
+    y = model(x)
+    y.square().mean().backward()
+    return [x.grad, *tensors_of(state, (y,))]
+
+
+def assert_equal(found, expected):
+    # The gradient of a bias before a batch norm is zero: atol.
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    assert found[1].stride() == expected[1].stride()
+
+
+PUBLISHED = test_norm_act_models.CASES | models.MODELS
+QUICK = "ADM, 2-D", "CAM-DenseNet"
+
+
+def built(name):
+    """Returns a model of the suite in float64, without random numbers, and its input."""
+    source = test_norm_act_models if name in test_norm_act_models.CASES else models
+    given = source.CASES[name] if source is test_norm_act_models else name
+    model, x = source.built(given)
+    for module in model.modules():
+        # In the graph a mask may be drawn in another memory format.
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    return model.double(), x[:2].double()
+
+
+def marked(name):
+    return pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in PUBLISHED])
+def test_published_models_run_fused_in_graphs_and_equal_plain_pytorch(name):
+    """They run fused as they do converted."""
+    model, x = built(name)
+    plain, converted = copy.deepcopy(model), pk.convert(copy.deepcopy(model))
+    outcomes = []
+    found = step(traced(model, outcomes), model, x)
+    assert_equal(found, step(plain, plain, x))
+    step(converted, converted, x)
+    expected = collections.Counter(s.into for s in pk.conversion_report(converted))
+    assert collections.Counter(o.into for o in outcomes) == expected
+
+
+@pytest.mark.slow
+@needs_entry_points
+@pytest.mark.parametrize("name", [n for n in PUBLISHED if n not in ("deep-1001", "wrn-28-10")])
+def test_published_models_run_fused_in_inductor_and_equal_plain_pytorch(name, caplog):
+    model, x = built(name)
+    plain = copy.deepcopy(model)
+    with caplog.at_level(logging.INFO, "preact_kernels"):
+        found = step(torch.compile(model, backend="preact_kernels"), model, x)
+    assert_equal(found, step(plain, plain, x))
+    assert "norms of a graph are fused" in caplog.text
+
+
+class Calls(models.Block):
+    """Calls a function of the result of its norm and of itself."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = [function]
+
+    def forward(self, x):
+        return self.function[0](self, self.bn(x * 2))
+
+
+class NormsInside(torch.autograd.Function):
+    """A group norm whose gradient is that of a square."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return F.group_norm(x, 2)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0] * 2
+
+
+@torch._dynamo.allow_in_graph
+def calls_a_custom_function(x):
+    return SwishFunction.apply(F.group_norm(x, 2))
+
+
+FUNCTIONS = {
+    "custom function": lambda net, h: net.conv(SwishFunction.apply(h)),
+    "norm in a custom function": lambda net, h: net.conv(F.relu(NormsInside.apply(h))),
+    "function that is not traced": lambda net, h: net.conv(calls_a_custom_function(h)),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_gradients_pass_through_functions_that_the_backend_does_not_see_into(function):
+    model = Calls(function).double()
+    plain, x = copy.deepcopy(model), torch.randn(2, 4, 6, 6).double()
+    assert_equal(step(traced(model, []), model, x), step(plain, plain, x))
+
+
+# Sizes that change.
+
+SIZES = {
+    1: ((2, 8, 12), (3, 8, 10)),
+    2: ((2, 8, 4, 6), (2, 8, 6, 4), (3, 8, 5, 7)),
+    3: ((2, 8, 4, 6, 6), (2, 8, 6, 4, 6), (3, 8, 5, 4, 6)),
+}
+NORMS = {
+    "batch": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    "group": (lambda channels: nn.GroupNorm(2, channels),) * 3,
+    "instance": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+}
+
+
+@pytest.mark.slow
+@needs_entry_points
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dims", SIZES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_inductor_trains_images_of_any_size(norm, dims, dynamic, caplog):
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](8, 8, 3, padding=1)
+    model = nn.Sequential(NORMS[norm][dims - 1](8), nn.ReLU(), conv).double()
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="preact_kernels", fullgraph=True, dynamic=dynamic)
+    with caplog.at_level(logging.INFO, "preact_kernels"):
+        for shape in SIZES[dims]:
+            x = torch.randn(shape).double()
+            assert_equal(step(compiled, model, x), step(plain, plain, x))
+    graphs = caplog.text.count("1 of 1 norms of a graph are fused")
+    assert graphs == (1 if dynamic else 2)
 
 
 def network():
@@ -44,8 +206,8 @@ def kept(model, state, x):
         pytest.param("rebuild", None, marks=pytest.mark.slow),
     ],
 )
+@needs_entry_points
 def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynamic):
-    torch._dynamo.reset()
     model = network().double()
     plain, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8).double()
     eager = pk.saved_bytes(pk.convert(copy.deepcopy(model), memory=memory), x)
@@ -64,8 +226,8 @@ def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynami
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
 
 
+@needs_entry_points
 def test_images_of_any_size():
-    torch._dynamo.reset()
     model = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(4, 4, 1))
     model.double().eval()
     compiled = torch.compile(model, backend="preact_kernels", fullgraph=True, dynamic=True)
@@ -74,8 +236,8 @@ def test_images_of_any_size():
         torch.testing.assert_close(compiled(x), model(x))
 
 
+@needs_entry_points
 def test_options_are_checked():
-    torch._dynamo.reset()
     compiled = torch.compile(network(), backend="preact_kernels", options={"memory": "all"})
     with pytest.raises(Exception, match="memory: expected 'store'"):
         compiled(torch.randn(2, 3, 8, 8))
