@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 class Triple(torch.autograd.Function):
@@ -50,7 +51,19 @@ triple = Triple.apply
 
 
 class TensorList(list):
-    """A list that a forward returns."""
+    """A list that a forward returns, or passes to a function."""
+
+
+class TensorTuple(tuple):
+    """A tuple that a forward passes to a function."""
+
+
+def doubled(values: dict) -> Tensor:
+    """A function of a dictionary that subclasses of Tensor can override."""
+    tensors = tuple(values.values())
+    if has_torch_function(tensors):
+        return handle_torch_function(doubled, tensors, values)
+    return tensors[0] * 2
 
 
 class Pair(NamedTuple):
@@ -275,7 +288,12 @@ CHANGES = """
     h.requires_grad_() | h = h.squeeze(1) | h = h.float().double() | h = torch.relu_(h) |
     h = torch.utils._pytree.tree_map(lambda t: t, [h])[0] | h = h.set_(h.clone()) |
     u = h; u += 1 | u = h; u.relu_(); h = h + u | h = h if h in [h] else -h |
-    h = h.swapaxes(2, 3) | h = h.to(torch.float64, copy=True)
+    h = h.swapaxes(2, 3) | h = h.to(torch.float64, copy=True) |
+    h = torch.stack(parts.TensorList([h, h])).sum(0) | h = torch.cat(parts.TensorTuple([h])) |
+    h = torch.cat(parts.TensorList([h, h]), 1).chunk(2, 1)[1] |
+    h = torch._foreach_add(parts.TensorTuple((h, h)), 1.0)[1] |
+    torch._foreach_mul_(parts.TensorList([h]), 0.5) |
+    h = parts.doubled(collections.OrderedDict(h=h)) | h = h + parts.doubled({"h": h})
 """
 
 NORM_CHANGES = """
