@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_overloaded_args
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_structure as tree_structure
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 
@@ -44,6 +46,12 @@ has_functorch_transform = torch._C._are_functorch_transforms_active
 
 # Turns off `__torch_function__` of modes and of subclasses of Tensor.
 disable_torch_function = torch._C.DisableTorchFunction
+# The arguments whose `__torch_function__` PyTorch calls, in this order.
+get_overloaded_args = _get_overloaded_args
+# Whether they are on for subclasses of Tensor.
+is_torch_function_enabled = torch._C._is_torch_function_enabled
+# Undoes `disable_torch_function` for its body.
+enable_torch_function = torch._C._EnableTorchFunction
 
 
 def is_function_apply(function: object) -> bool:
@@ -178,7 +186,7 @@ def exchange(a: Tensor, b: Tensor) -> bool:
         swap_tensor_impl(a, b)
     except RuntimeError:  # the profiler, which records shapes, holds weak references in C++
         return False
-    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__class__, b.__class__ = type(b), type(a)
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     return True
 

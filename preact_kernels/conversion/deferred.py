@@ -52,6 +52,9 @@ class Node:
         memory: memory mode of a stage that begins with this batch norm.
         is_done: whether the node was computed, alone or in a fused operation.
         value: the result, from its computation until nothing needs it.
+        meta_result: the result on the meta device, an instance of the subclass of Tensor that plain
+            PyTorch returns; None: a plain tensor.
+        instance: `value` as an instance of that subclass, if the deferred tensor cannot become it.
         is_changed: whether `value` was changed in place with gradients enabled, while the tensor
             was deferred.
         returned_by: another autograd function that returned the deferred tensor, once `value` is
@@ -59,8 +62,10 @@ class Node:
     """
 
     is_changed = False
+    instance: Tensor | None = None
     is_done = False
     memory = "store"
+    meta_result: Tensor | None = None
     other_users: "tuple[Node, ...]" = ()
     placed_by: "Node | None" = None
     reference: "Reference | None" = None
@@ -97,6 +102,11 @@ class Node:
     @property
     def users(self) -> "tuple[Node, ...]":
         return () if self.user is None else (self.user, *self.other_users)
+
+    @property
+    def result(self) -> Tensor:
+        """The computed result that the program sees."""
+        return cast(Tensor, self.value if self.instance is None else self.instance)
 
     def release(self) -> None:
         """Drops references that only a pending node needs: they form cycles."""
@@ -329,7 +339,7 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
 def returned_argument(func: Callable, given: tuple, kwargs: dict, result: Any) -> Any:
     """Returns the deferred argument with the value `result` (in-place functions), or `result`."""
     for t in given:
-        if type(t) is Deferred and t.preact_node.value is result:
+        if isinstance(t, Deferred) and t.preact_node.result is result:
             if torch.is_grad_enabled() and is_write(func, given, kwargs):
                 t.preact_node.is_changed = True
             return t
@@ -343,7 +353,7 @@ def computed_arguments(value: Any, reader: object) -> Any:
     the results.
     """
     kind = type(value)
-    if kind is Deferred:
+    if isinstance(value, Deferred):
         return compute(value, reader)
     if kind in (tuple, list):
         items = [computed_arguments(v, reader) for v in value]
@@ -364,28 +374,30 @@ def compute(t: Deferred, reader: object) -> Tensor:
     if node is None:  # another thread has computed it
         return t
     with node.region.lock:
-        if type(t) is Deferred:
+        if isinstance(t, Deferred):
             if node.value is None:
                 node.region.compute([node], reader)
             if node.value is None:
                 node.region.compute_again(node)
-            if type(t) is Deferred:
+            if isinstance(t, Deferred):
                 retry_plain(t)
-        return cast(Tensor, node.value) if type(t) is Deferred else t
+        return node.result if isinstance(t, Deferred) else t
 
 
 def retry_plain(t: Deferred) -> None:
     """Makes `t` a plain tensor if only its node holds its value."""
-    if sys.getrefcount(t.preact_node.value) <= 2:
+    if sys.getrefcount(t.preact_node.result) <= 2:
         become_plain(t)
 
 
 def become_plain(t: Deferred) -> None:
-    """Makes a computed `t` a plain tensor, unless code in C++ holds it."""
+    """Makes a computed `t` a plain tensor, or the instance of a subclass, that plain PyTorch gives.
+
+    Not if code in C++ holds it.
+    """
     node = t.preact_node
     if node.region.is_traced:
         return
-    value = cast(Tensor, node.value)
     node.reference = None
     with disable_torch_function():
         if not has_own_history(t) and t.grad_fn is not node.returned_by:
@@ -393,11 +405,27 @@ def become_plain(t: Deferred) -> None:
                 raise RuntimeError(_CHANGED)
             node.returned_by = t.grad_fn
             with torch.enable_grad():
-                value = _WithHistory.apply(t, value.detach())
-        if torch_compat.exchange(t, value):
-            t.__dict__.update(value.__dict__)  # attributes that the program set
+                value = _WithHistory.apply(t, cast(Tensor, node.value).detach())
+            node.value, node.instance = value, None
+        if node.meta_result is not None and node.instance is None:
+            node.instance = _instance_of(cast(Tensor, node.value), node.meta_result)
+            # Later operations read the tensor that the program has.
+            node.value = node.instance.as_subclass(Tensor)
+        result = node.result
+        if torch_compat.exchange(t, result):
+            t.__dict__.update(result.__dict__)  # attributes that the program set
             del t.preact_node
-            value = t
-    node.value = value
-    if type(t) is Deferred:
+            result = t
+    if node.meta_result is None:
+        node.value = result
+    if isinstance(t, Deferred):
         node.region.keep(t)
+    else:
+        node.instance = None
+
+
+def _instance_of(value: Tensor, like: Tensor) -> Tensor:
+    """Returns `value` as an instance of the class of `like`, with its attributes."""
+    result = value.as_subclass(type(like))
+    result.__dict__.update(like.__dict__)
+    return result

@@ -153,7 +153,7 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
     _close(call, is_stopped)
     if not call.is_outermost and _has_other_hooks(module):
         _make_plain(output, "a hook")
-    if call.is_outermost or type(output) is Deferred:
+    if call.is_outermost or isinstance(output, Deferred):
         plain = _with_values(output)
         return None if plain is output else plain
     return None
@@ -164,8 +164,8 @@ def _with_values(value: Any) -> Any:
 
     Lists and dictionaries are changed in place.
     """
-    if type(value) is Deferred:
-        return value.preact_node.value
+    if isinstance(value, Deferred):
+        return value.preact_node.result
     if isinstance(value, list):
         for i, item in enumerate(value):
             if (plain := _with_values(item)) is not item:
@@ -337,5 +337,5 @@ def _has_other_hooks(module: nn.Module) -> bool:
 def _make_plain(value: Any, reader: str) -> None:
     """Computes the deferred tensors in a value."""
     for t in torch_compat.tree_leaves(value):
-        if type(t) is Deferred:
+        if isinstance(t, Deferred):
             compute(t, reader)

@@ -35,6 +35,7 @@ from preact_kernels.conversion.registry import (
     pixels,
     rule,
 )
+from preact_kernels.conversion.subclasses import refusal
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import batch_norm_arguments
@@ -112,7 +113,10 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     elif channels_last is not None and _has_single_values(x, norm):
         channels_last = None
     if channels_last is None:
-        region.note(owner, "its input is no image, or has unusual strides")
+        is_other = type(x) not in region.tensor_types and not isinstance(x, Deferred)
+        reason = refusal(type(x)) if is_other else ""
+        usual = "its input is no image, or has unusual strides"
+        region.note(owner, f"its input is {reason}" if reason else usual)
         return NotImplemented
     # The weight's dtype and device represent all parameters: they change together.
     like = None if owner is None or weight is None else (weight.dtype, weight.device)
@@ -146,6 +150,9 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
         dtype = norm.result_dtype(x)
         channels_last = channels_last and type(norm) is GroupNorm and not x.is_cuda
     result = region.record(NORM, inputs, settings, x.shape, dtype, channels_last)
+    if result is NotImplemented:
+        region.note(owner, f"its input is {region.refusal}")
+        return NotImplemented
     (region.updated if norm.training else region.evaluated).update(map(id, running))
     result.preact_node.memory = region.memory
     return result
@@ -204,7 +211,7 @@ class SyncForward:
                 bn = batch_norm_arguments(cast(nn.BatchNorm2d, module))
                 if bn.momentum is None:
                     bn = bn._replace(momentum=1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0))
-                if type(x) is Deferred and x.preact_node.value is not None:
+                if isinstance(x, Deferred) and x.preact_node.value is not None:
                     x = compute(x, "SyncBatchNorm")
                 result = record_norm(self._region, x, bn)
                 is_counted = bn.batch_count is None or torch_compat.is_in_backward()
@@ -224,7 +231,9 @@ def _norm_refusal(region: Any, x: Tensor, norm: Any) -> str:
         if t is None:
             continue
         if type(t) not in region.tensor_types or t.numel() != channels or t.dim() != 1:
-            return "its parameters are of another class or shape"
+            if type(t) not in region.tensor_types:
+                return f"its parameters are of the class {type(t).__name__}"
+            return "its parameters have another shape"
         if t.dtype is not dtype and (t.dtype != torch.float32 or dtype == torch.float64):
             return "its parameters have another dtype"
         if t.device != device:
