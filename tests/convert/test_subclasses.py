@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from tests.convert.packages import monai
 from tests.convert.random_model_parts import Marked, marked
 from tests.convert.trial import Subject, assert_alike
 
@@ -17,6 +18,18 @@ pytestmark = pytest.mark.backends("cpu")
 
 class Inherited(Tensor):
     """A class without a function of its own."""
+
+
+class Image(Tensor):
+    """A class whose results take all attributes of the first argument, as those of fastai."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+        if isinstance(y, Image):
+            y.__dict__ = copy.copy(first.__dict__)
+        return y
 
 
 class WithoutFunction(Tensor):
@@ -140,7 +153,7 @@ def run(between=same, kind=Marked, fused=2, dims=2, norm=None, **options):
     return report
 
 
-@pytest.mark.parametrize("kind", [Marked, Inherited, WithoutFunction, Named])
+@pytest.mark.parametrize("kind", [Marked, Image, Inherited, WithoutFunction, Named])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_results_have_the_class_and_the_attributes_of_plain_pytorch(kind, memory):
     run(kind=kind, MEMORY=memory)
@@ -316,6 +329,25 @@ def test_as_little_is_kept_as_for_plain_tensors():
     net = pk.convert(Net(same))
     x = torch.randn(2, 2, 5, 6)
     assert pk.saved_bytes(net, marked(x)) == pk.saved_bytes(net, x)
+
+
+def test_meta_tensors_of_monai():
+    pytest.importorskip("monai")
+    from monai.data import MetaTensor
+
+    model = monai("SegResNet", spatial_dims=3, init_filters=8, blocks_down=(1, 2), blocks_up=(1,))
+    x, affine = torch.randn(2, 1, 8, 8, 8), 2 * torch.eye(4)
+    results = []
+    for net in (copy.deepcopy(model), pk.convert(model)):
+        image = MetaTensor(x, affine, meta={"name": "scan"})
+        image.is_batch = True
+        results.append(net.double()(image.double()))
+        results[-1].sum().backward()
+    plain, fused = results
+    assert len(pk.conversion_report(model).fused) == 9
+    assert type(fused) is MetaTensor and fused.is_batch and fused.meta.keys() == plain.meta.keys()
+    assert torch.equal(fused.affine, affine.double()) and fused.meta["name"] == "scan"
+    torch.testing.assert_close(fused.as_tensor(), plain.as_tensor())
 
 
 def test_the_check_on_an_example():
