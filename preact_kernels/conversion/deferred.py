@@ -50,6 +50,7 @@ class Node:
             deferred tensor; None: this node.
         reference: a reference to the result's deferred tensor, while there is one.
         memory: memory mode of a stage that begins with this batch norm.
+        is_view: whether the result is an autograd view in plain PyTorch.
         is_done: whether the node was computed, alone or in a fused operation.
         value: the result, from its computation until nothing needs it.
         is_changed: whether `value` was changed in place with gradients enabled, while the tensor
@@ -60,6 +61,7 @@ class Node:
 
     is_changed = False
     is_done = False
+    is_view = False
     memory = "store"
     other_users: "tuple[Node, ...]" = ()
     placed_by: "Node | None" = None
@@ -302,6 +304,7 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
     result: Any = tensors[0] if in_place else None
     if in_place:
         source.reference = None
+        node.is_view = source.is_view
     if node.needs_grad and not node.region.is_traced:
         has_spare = type(source) is Node and node.operation.is_activation
         spare = source.spare if has_spare else None
