@@ -50,6 +50,7 @@ class Node:
             deferred tensor; None: this node.
         reference: a reference to the result's deferred tensor, while there is one.
         memory: memory mode of a stage that begins with this batch norm.
+        is_view: whether the result is an autograd view in plain PyTorch.
         is_done: whether the node was computed, alone or in a fused operation.
         value: the result, from its computation until nothing needs it.
         meta_result: the result on the meta device, an instance of the subclass of Tensor that plain
@@ -64,6 +65,7 @@ class Node:
     is_changed = False
     instance: Tensor | None = None
     is_done = False
+    is_view = False
     memory = "store"
     meta_result: Tensor | None = None
     other_users: "tuple[Node, ...]" = ()
@@ -312,6 +314,7 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
     result: Any = tensors[0] if in_place else None
     if in_place:
         source.reference = None
+        node.is_view = source.is_view
     if node.needs_grad and not node.region.is_traced:
         has_spare = type(source) is Node and node.operation.is_activation
         spare = source.spare if has_spare else None

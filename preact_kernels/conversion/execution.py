@@ -268,7 +268,7 @@ class _Execution:
             y = y.clone() if self._saves_output and y.requires_grad else layout.nhwc(y)
         else:
             y = _with_plain_strides(y)
-        node.value = y
+        node.value = y = y.view_as(y) if node.is_view and not y._is_view() else y
         if held is not None:
             become_plain(held)
         if self._reads[node]:
@@ -321,20 +321,14 @@ class _UnitCall(NamedTuple):
         return _UnitCall(_norm(found.norm), activation, scale, shift, conv, mask)
 
     def run(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Runs it; sequences as images of one row."""
-        is_sequence = x.dim() == 3
+        """Runs it."""
         conv, scale_shift = self.conv, self._scale_shift(x)
-        if is_sequence:
-            x, residual = x.unsqueeze(2), None if residual is None else residual.unsqueeze(2)
         if conv is None:
-            y = norm_act_of(x, self.norm, self.activation, scale_shift, channels_last=True)
-        else:
-            conv = conv.of_image() if is_sequence else conv
-            rest = conv, residual, scale_shift
-            y = norm_act_conv_of(
-                x, self.norm, self.activation, *rest, mask=self.mask, channels_last=True
-            )
-        return y.squeeze(2) if is_sequence else y
+            return norm_act_of(x, self.norm, self.activation, scale_shift, channels_last=True)
+        rest = conv, residual, scale_shift
+        return norm_act_conv_of(
+            x, self.norm, self.activation, *rest, mask=self.mask, channels_last=True
+        )
 
     def again(self) -> "_UnitCall":
         """Returns the call that a backward makes: it updates no running statistics."""
@@ -401,7 +395,7 @@ def _nhwc(t: Tensor) -> Tensor:
 
 def _contiguous(y: Tensor, is_saved: bool) -> Tensor:
     """Returns `y` in NCHW, with the same place in the autograd graph."""
-    if not y.requires_grad or is_saved or type(y) is not Tensor:
+    if not y.requires_grad or is_saved or type(y) is not Tensor or y._is_view():
         return _with_plain_strides(y)
     y.data = _with_plain_strides(y.detach())
     return y
@@ -425,7 +419,7 @@ class _ToChannelsLast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t, values=None):
-        return _nhwc(t) if values is None else values.detach()
+        return (_nhwc(t) if values is None else values).detach()
 
     @staticmethod
     def backward(ctx, dy):

@@ -155,6 +155,8 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
         return NotImplemented
     (region.updated if norm.training else region.evaluated).update(map(id, running))
     result.preact_node.memory = region.memory
+    if type(norm) is InstanceNorm:
+        result.preact_node.is_view = True
     return result
 
 
@@ -454,16 +456,19 @@ def _image_function(func: Callable) -> Callable:
             return NotImplemented
         args = tuple(map(hashable, rest))
         kwargs = {k: hashable(v) for k, v in kwargs.items()}
-        modes = node.channels_last, context.device, context.autocast_dtype
+        modes = node.channels_last, node.needs_grad, context.device, context.autocast_dtype
         found = _called(func, args, tuple(kwargs.items()), node.shape[2:], node.dtype, *modes)
         if found is None:
             return NotImplemented
-        size, dtype, channels_last = found
+        size, dtype, channels_last, is_view = found
         shape = (*node.shape[:2], *size)
         if not has_known_strides(shape, node.channels_last):
             return NotImplemented
         settings = CallSettings(func, args, kwargs)
-        return region.record(CALL, (x,), settings, shape, dtype, channels_last)
+        result = region.record(CALL, (x,), settings, shape, dtype, channels_last)
+        if is_view and result is not NotImplemented:
+            result.preact_node.is_view = True
+        return result
 
     return rule
 
@@ -476,17 +481,19 @@ def _called(
     size: tuple,
     dtype: torch.dtype,
     channels_last: bool,
+    needs_grad: bool,
     device: torch.device,
     _: object,
-) -> tuple[tuple[int, ...], torch.dtype, bool] | None:
+) -> tuple[tuple[int, ...], torch.dtype, bool, bool] | None:
     """Calls a function of an image; None: it raises, or does not return one image.
 
     Returns:
-        Size, dtype and memory format of the result.
+        Size, dtype and memory format of the result, and whether it is a view.
     """
     try:
-        with torch_compat.disable_torch_function(), torch.no_grad():
-            x = torch.zeros((2, 4, *size), dtype=dtype, device=device)
+        no_hooks = torch_compat.saved_tensor_hooks_of(None)
+        with torch_compat.disable_torch_function(), no_hooks, torch.set_grad_enabled(needs_grad):
+            x = torch.zeros((2, 4, *size), dtype=dtype, device=device, requires_grad=needs_grad)
             y = func(layout.nhwc(x) if channels_last else x, *args, **dict(kwargs))
     except (RuntimeError, TypeError, ValueError):
         return None
@@ -494,7 +501,7 @@ def _called(
         return None
     if channels_last and pixels(y.shape) == 1:
         return None
-    return tuple(y.shape[2:]), y.dtype, layout.is_channels_last(y)
+    return tuple(y.shape[2:]), y.dtype, layout.is_channels_last(y), y._is_view()
 
 
 for _function in (
