@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_overloaded_args
 from torch.utils import _python_dispatch as python_dispatch
+from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -267,6 +269,35 @@ backward_id = torch._C._current_graph_task_id
 def is_in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return backward_id() != -1
+
+
+# Functions nested in the checkpoint that is not reentrant; one of them runs its recomputation.
+_RECOMPUTATIONS = {
+    code
+    for code in checkpoint._checkpoint_without_reentrant_generator.__code__.co_consts
+    if isinstance(code, types.CodeType)
+}
+
+
+def is_recomputing() -> bool:
+    """Whether `torch.utils.checkpoint` is running a forward again on this thread, in a backward.
+
+    Not in other forwards that run in a backward, such as those of custom autograd functions.
+    """
+    if not is_in_backward():
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
+    called = None  # code that `frame` called
+    while frame is not None:
+        code = frame.f_code
+        if code in _RECOMPUTATIONS:
+            return True
+        # A reentrant checkpoint runs the forward again, then its backward.
+        is_reentrant = code is checkpoint.CheckpointFunction.backward.__code__
+        if is_reentrant and called is not torch.autograd.backward.__code__:
+            return True
+        called, frame = code, frame.f_back
+    return False
 
 
 # Whether the running backward keeps the graph for another backward.

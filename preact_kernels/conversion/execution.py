@@ -243,8 +243,8 @@ class _Execution:
         if node.operation is NORM:
             if _crashes(node, inputs[0]):
                 inputs = [inputs[0].contiguous()]
-            # A backward that runs the forward again does not update statistics a second time.
-            updates = not torch_compat.is_in_backward()
+            # A checkpoint that runs the forward again does not update statistics a second time.
+            updates = not torch_compat.is_recomputing()
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
         if node.operation is CONTIGUOUS and self._may_share(node):
             return inputs[0]

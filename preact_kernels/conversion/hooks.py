@@ -146,7 +146,7 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
     if stack[-1].module is not module and all(c.module is not module for c in stack):
         return None
     # A checkpoint stops its recomputation with an exception once it has all saved tensors.
-    is_stopped = output is None and torch_compat.is_in_backward()
+    is_stopped = output is None and torch_compat.is_recomputing()
     while stack[-1].module is not module:
         _close(stack.pop(), is_stopped)
     call = stack.pop()

@@ -216,7 +216,7 @@ class SyncForward:
                 if isinstance(x, Deferred) and x.preact_node.value is not None:
                     x = compute(x, "SyncBatchNorm")
                 result = record_norm(self._region, x, bn)
-                is_counted = bn.batch_count is None or torch_compat.is_in_backward()
+                is_counted = bn.batch_count is None or torch_compat.is_recomputing()
                 if result is not NotImplemented and not is_counted:
                     cast(Tensor, bn.batch_count).add_(1)
         return nn.SyncBatchNorm.forward(module, x) if result is NotImplemented else result
