@@ -23,7 +23,6 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_structure as tree_structure
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 

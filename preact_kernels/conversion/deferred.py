@@ -2,13 +2,14 @@
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
+from preact_kernels.conversion.containers import mapped, tensors
 from preact_kernels.conversion.functions import is_write
 from preact_kernels.conversion.liveness import Reference
 from preact_kernels.kernels import layout
@@ -147,9 +148,11 @@ class Deferred(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Computes the arguments, then calls `func`; used where no region is active."""
-        given = args
-        args, kwargs = computed_arguments((args, kwargs or {}), func)
-        return returned_argument(func, given, kwargs, func(*args, **kwargs))
+        given = args, kwargs or {}
+        if not has_deferred(given):  # an object of another class holds it
+            with disable_torch_function():  # code in C++ computes it
+                return func(*args, **given[1])
+        return called(func, given, *computed_arguments(given, func))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -339,14 +342,38 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
     return result
 
 
-def returned_argument(func: Callable, given: tuple, kwargs: dict, result: Any) -> Any:
-    """Returns the deferred argument with the value `result` (in-place functions), or `result`."""
-    for t in given:
-        if isinstance(t, Deferred) and t.preact_node.result is result:
-            if torch.is_grad_enabled() and is_write(func, given, kwargs):
+def called(func: Callable, given: tuple, args: tuple, kwargs: dict) -> Any:
+    """Calls `func` with computed arguments.
+
+    In its result, the values of deferred arguments become these arguments again, as in-place
+    functions return them.
+
+    Args:
+        func: the function.
+        given: the arguments and the keyword arguments before they were computed.
+        args: the computed arguments.
+        kwargs: the computed keyword arguments.
+    """
+    left = []
+    if args is not given[0] or kwargs is not given[1]:
+        left = [t for t in tensors(given) if isinstance(t, Deferred)]
+    if not left:
+        return func(*args, **kwargs)
+    own = {id(t.preact_node.result): t for t in reversed(left)}
+    before = [_state([t.preact_node.result]) for t in left]
+    result = func(*args, **kwargs)
+    if torch.is_grad_enabled() and is_write(func, args, kwargs):
+        returned = {id(t) for t in tensors([result])}
+        for t, state in zip(left, before, strict=True):
+            value = t.preact_node.result
+            if id(value) in returned or _state([value]) != state:
                 t.preact_node.is_changed = True
-            return t
-    return result
+    return mapped(lambda t: own.get(id(t), t), result)
+
+
+def has_deferred(values: Iterable[Any]) -> bool:
+    """Whether values are deferred tensors, or lists, tuples or dictionaries with some."""
+    return any(isinstance(t, Deferred) for t in tensors(values))
 
 
 def computed_arguments(value: Any, reader: object) -> Any:
@@ -355,20 +382,7 @@ def computed_arguments(value: Any, reader: object) -> Any:
     The tensors become plain tensors where possible; else the returned containers are copies with
     the results.
     """
-    kind = type(value)
-    if isinstance(value, Deferred):
-        return compute(value, reader)
-    if kind in (tuple, list):
-        items = [computed_arguments(v, reader) for v in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
-            return value
-        return kind(items)
-    if kind is dict:
-        computed = {k: computed_arguments(v, reader) for k, v in value.items()}
-        return value if all(computed[k] is v for k, v in value.items()) else computed
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind._make(computed_arguments(v, reader) for v in value)
-    return value
+    return mapped(lambda t: compute(t, reader) if isinstance(t, Deferred) else t, value)
 
 
 def compute(t: Deferred, reader: object) -> Tensor:

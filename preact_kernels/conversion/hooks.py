@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion import rules
+from preact_kernels.conversion.containers import replaced, tensors
 from preact_kernels.conversion.deferred import Deferred, compute
 from preact_kernels.conversion.execution import StageRunner
 from preact_kernels.conversion.named_activations import ActivationForward, NamedActivations
@@ -159,26 +160,9 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
     return None
 
 
-def _with_values(value: Any) -> Any:
-    """Returns `value` with the results of deferred tensors that could not become plain tensors.
-
-    Lists and dictionaries are changed in place.
-    """
-    if isinstance(value, Deferred):
-        return value.preact_node.result
-    if isinstance(value, list):
-        for i, item in enumerate(value):
-            if (plain := _with_values(item)) is not item:
-                value[i] = plain
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if (plain := _with_values(item)) is not item:
-                value[key] = plain
-    elif isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
-        items = [_with_values(item) for item in value]
-        if any(a is not b for a, b in zip(items, value, strict=True)):
-            return tuple(items) if type(value) is tuple else type(value)(*items)
-    return value
+def _with_values(output: Any) -> Any:
+    """Returns `output` with the values of deferred tensors that could not become plain tensors."""
+    return replaced(lambda t: t.preact_node.result if isinstance(t, Deferred) else t, output)
 
 
 def _close(call: _Call, is_stopped: bool = False) -> None:
@@ -336,6 +320,6 @@ def _has_other_hooks(module: nn.Module) -> bool:
 
 def _make_plain(value: Any, reader: str) -> None:
     """Computes the deferred tensors in a value."""
-    for t in torch_compat.tree_leaves(value):
+    for t in tensors([value], in_objects=True):
         if isinstance(t, Deferred):
             compute(t, reader)

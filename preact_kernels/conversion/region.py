@@ -4,7 +4,7 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +14,20 @@ from torch.overrides import TorchFunctionMode
 from preact_kernels import torch_compat
 from preact_kernels.conversion import operations, registry
 from preact_kernels.conversion import rules as rules
+from preact_kernels.conversion.containers import tensors
 from preact_kernels.conversion.context import Context
 from preact_kernels.conversion.deferred import (
     Deferred,
     Node,
     Operation,
+    called,
     compute,
     computed_arguments,
     deferred_result,
+    has_deferred,
     has_own_history,
     recomputed,
     retry_plain,
-    returned_argument,
 )
 from preact_kernels.conversion.execution import StageRunner, execute
 from preact_kernels.conversion.functions import is_write
@@ -152,23 +154,23 @@ class Region(TorchFunctionMode):
             self._abandon()  # an interrupt left the code without closing the region
             return func(*args, **kwargs)
         if not torch_compat.is_torch_function_enabled():  # as in `Tensor.backward` of an instance
-            types = tuple(map(type, _tensors(args, kwargs)))
+            types = tuple(map(type, tensors((args, kwargs))))
         rule, self.refusal = registry.RULES.get(func), ""
-        has_deferred = Deferred in types or any(issubclass(t, Deferred) for t in types)
+        reads_deferred = Deferred in types or any(issubclass(t, Deferred) for t in types)
         if rule is registry.METADATA:
-            if not has_deferred:
+            if not reads_deferred:
                 return func(*args, **kwargs)
             with disable_torch_function():
                 return func(*args, **kwargs)
-        if rule is not None and (has_deferred or func in registry.FIRST):
+        if rule is not None and (reads_deferred or func in registry.FIRST):
             result = self._record_by(rule, func, types, args, kwargs)
             if result is not NotImplemented:
                 return result
-        elif self.activations.operators and has_deferred:
+        elif self.activations.operators and reads_deferred:
             activation = self.activations.of_operator(func)
             if (result := recorded(self, args, kwargs, activation)) is not NotImplemented:
                 return result
-        return self._call(func, has_deferred, args, kwargs)
+        return self._call(func, reads_deferred, args, kwargs)
 
     def _record_by(
         self, rule: Callable, func: Callable, types: Sequence[type], args: tuple, kwargs: dict
@@ -302,22 +304,25 @@ class Region(TorchFunctionMode):
             if id(t) in self.updated or (is_updated and id(t) in self.evaluated):
                 self.flush("a second call of the batch norm")
 
-    def _call(self, func: Callable, has_deferred: bool, args: tuple, kwargs: dict) -> Any:
+    def _call(self, func: Callable, reads_deferred: bool, args: tuple, kwargs: dict) -> Any:
         if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
             return func(*args, **kwargs)
         if func in _BACKWARD:  # hooks of the backward may write to anything
             self.flush(func)
-        given = args
-        if has_deferred:
-            reader = f"{func.__name__} of {self.refusal}" if self.refusal else func
-            args, kwargs = computed_arguments((args, kwargs), reader)
+        given = args, kwargs
+        if reads_deferred:
+            if has_deferred(given):
+                reader = f"{func.__name__} of {self.refusal}" if self.refusal else func
+                args, kwargs = computed_arguments(given, reader)
+            else:  # an object of another class holds it
+                self.flush(func)
         is_written = bool(self.pending) and is_write(func, args, kwargs)
         if self.pending and (is_written or self.updated):
             with disable_torch_function():
-                ids = {storage_id(t) for t in _tensors(args, kwargs) if t.is_floating_point()}
+                ids = {storage_id(t) for t in tensors((args, kwargs)) if t.is_floating_point()}
                 if ids and self._storages.concern(self.pending, ids, is_written):
                     self.flush(func)
-        return returned_argument(func, given, kwargs, func(*args, **kwargs))
+        return called(func, given, args, kwargs)
 
     def compute(self, targets: Sequence[Node], reader: object) -> None:
         """Computes nodes and the pending nodes that they read.
@@ -443,18 +448,3 @@ def _is_irrelevant(value: object) -> bool:
     if isinstance(value, Tensor):
         return not isinstance(value, Deferred) and not value.is_floating_point()
     return type(value) in (bool, float, int)
-
-
-def _tensors(args: Iterable[Any], kwargs: dict) -> list[Tensor]:
-    """Returns the tensors in arguments, also in lists, tuples and dictionaries."""
-    found: list[Tensor] = []
-    waiting = [*args, *kwargs.values()]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-    return found

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+from preact_kernels.conversion.containers import items
 from preact_kernels.conversion.deferred import Deferred, compute
 from preact_kernels.conversion.norm_modules import calling_norm
 from preact_kernels.conversion.operations import (
@@ -182,7 +183,7 @@ def _has_single_values(x: Tensor, norm: NormArguments) -> bool:
 
 def _calling_owner(region: Any) -> Any:
     """Returns the owner of a norm whose parameters are not those of the call."""
-    module = calling_norm(sys._getframe(4))
+    module = calling_norm(sys._getframe(5))
     return None if module is None else region.owners.of(module)
 
 
@@ -320,7 +321,7 @@ def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers
 
 def _calling_conv() -> nn.Module | None:
     """Returns PyTorch's module that called the convolution of the current rule, if one did."""
-    frame = sys._getframe(4)  # the caller of the region, which called the bound rule
+    frame = sys._getframe(5)  # the caller of the region, which called the bound rule
     is_conv = frame.f_code in _CONV_CALLERS
     return frame.f_locals["self"] if is_conv else None
 
@@ -423,7 +424,8 @@ def _record_pad(region: Any, x: Any, sizes: Any, mode: object, value: object) ->
     arguments=lambda tensors, dim=0: (tensors, dim),
 )
 def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
-    if not isinstance(tensors, list | tuple) or not any(map(is_pending, tensors)):
+    tensors = [*items(tensors)] if isinstance(tensors, list | tuple) else []
+    if not any(map(is_pending, tensors)):
         return NotImplemented
     first = next(t for t in tensors if is_pending(t)).preact_node
     n, _, *size = first.shape
@@ -440,7 +442,7 @@ def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
     shape = (n, sum(t.shape[1] for t in tensors), *size)
     if region.context_for(first.context.device) is None:
         return NotImplemented
-    return region.record(CAT, tuple(tensors), None, shape, first.dtype, channels_last)
+    return region.record(CAT, tensors, None, shape, first.dtype, channels_last)
 
 
 def _image_function(func: Callable) -> Callable:

@@ -9,6 +9,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from preact_kernels import torch_compat
+from preact_kernels.conversion.containers import CONTAINERS, items, mapped, tensors
 from preact_kernels.conversion.deferred import Deferred, Node, compute
 from preact_kernels.conversion.functions import METADATA_FUNCTIONS
-from preact_kernels.torch_compat import get_overloaded_args, tree_leaves, tree_structure
+from preact_kernels.torch_compat import get_overloaded_args
 
 
 class Call(NamedTuple):
@@ -72,17 +74,15 @@ class PlainTensors:
             value: arguments, in tuples, lists and dictionaries.
             types: classes that stay as they are.
         """
-        kind: Any = type(value)
-        if isinstance(value, Tensor):
-            if kind in types or isinstance(value, Deferred) or refusal(kind):
-                return value
+
+        def plain(t: Tensor) -> Tensor:
+            kind: Any = type(t)
+            if kind in types or isinstance(t, Deferred) or refusal(kind):
+                return t
             # The owner of a parameter is found by the identity of the parameter.
-            return value if getattr(value, "_is_param", False) else self.of(value)
-        if kind in (tuple, list):
-            return kind(self.in_arguments(v, types) for v in value)
-        if kind is dict:
-            return {k: self.in_arguments(v, types) for k, v in value.items()}
-        return value
+            return t if getattr(t, "_is_param", False) else self.of(t)
+
+        return mapped(plain, value)
 
 
 def _is_alias(plain: Tensor, t: Tensor) -> bool:
@@ -110,11 +110,11 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
     Raises:
         NotServed: the class does not just pass on what the function computes.
     """
-    args, kwargs = _on_meta((call.args, call.kwargs))
+    args, kwargs = mapped(_on_meta, (call.args, call.kwargs))
     function = _Function(Call(call.function, args, kwargs), args[0] if in_place else result)
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    in_order = reversed(tensors((args, kwargs)))
     with torch_compat.enable_torch_function(), torch.no_grad():
-        kinds: Any = tuple(map(type, get_overloaded_args(tensors)))
+        kinds: Any = tuple(map(type, get_overloaded_args(in_order)))
         found: Any = NotImplemented
         try:
             with function:
@@ -134,22 +134,15 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
     return found
 
 
-def _on_meta(value: Any) -> Any:
-    """Returns arguments with tensors of the meta device in place of all tensors."""
-    kind = type(value)
-    if isinstance(value, Tensor):
-        if isinstance(value, Deferred) and value.preact_node.meta_result is not None:
-            return value.preact_node.meta_result
-        found = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        if not isinstance(value, Deferred | torch.nn.Parameter) and kind is not Tensor:
-            found = found.as_subclass(kind)
-            found.__dict__.update(value.__dict__)
-        return found
-    if kind in (tuple, list):
-        return kind(map(_on_meta, value))
-    if kind is dict:
-        return {k: _on_meta(v) for k, v in value.items()}
-    return value
+def _on_meta(t: Tensor) -> Tensor:
+    """Returns a tensor of the meta device with the class and the attributes of `t`."""
+    if isinstance(t, Deferred) and t.preact_node.meta_result is not None:
+        return t.preact_node.meta_result
+    found = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    if type(t) is not Tensor and not isinstance(t, Deferred | torch.nn.Parameter):
+        found = found.as_subclass(type(t))
+        found.__dict__.update(t.__dict__)
+    return found
 
 
 class _Function(TorchFunctionMode):
@@ -163,8 +156,7 @@ class _Function(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is self._call.function and _is_same((args, kwargs), self._call[1:]):
             return self.result
-        leaves = tree_leaves((args, kwargs))
-        is_on_meta = any(isinstance(t, Tensor) and t.is_meta for t in leaves)
+        is_on_meta = any(t.is_meta for t in tensors((args, kwargs)))
         if is_on_meta and func not in METADATA_FUNCTIONS and func is not Tensor.as_subclass:
             raise RuntimeError("a function other than the one that was called")
         return func(*args, **kwargs)
@@ -172,11 +164,12 @@ class _Function(TorchFunctionMode):
 
 def _is_same(given: Any, expected: Any) -> bool:
     """Whether arguments are equal; tensors may be of other classes, but have the same memory."""
-    pairs = zip(tree_leaves(given), tree_leaves(expected), strict=False)
-    return tree_structure(given) == tree_structure(expected) and all(
-        _has_memory_of(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-        for a, b in pairs
-    )
+    if isinstance(given, Tensor) and isinstance(expected, Tensor):
+        return _has_memory_of(given, expected)
+    if isinstance(given, CONTAINERS) and isinstance(expected, CONTAINERS):
+        pairs = zip(items(given), items(expected), strict=False)
+        return len(given) == len(expected) and all(starmap(_is_same, pairs))
+    return given is expected or bool(given == expected)
 
 
 def _has_memory_of(a: Tensor, b: Tensor) -> bool:

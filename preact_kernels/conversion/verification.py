@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from preact_kernels import torch_compat
+from preact_kernels.conversion.containers import CONTAINERS, items
 
 # Relative tolerance in float64: far above rounding errors, below the effect of a wrong operation.
 _TOLERANCE = 1e-7
@@ -239,8 +240,13 @@ def _tensors(value: Any) -> list[Tensor]:
         for leaf in torch_compat.tree_leaves(waiting.pop()):
             if isinstance(leaf, Tensor):
                 found.append(leaf)
-            elif hasattr(leaf, "__dict__") and id(leaf) not in seen and not callable(leaf):
-                seen.add(id(leaf))
+                continue
+            if id(leaf) in seen or callable(leaf):
+                continue
+            seen.add(id(leaf))
+            if isinstance(leaf, CONTAINERS):
+                waiting += items(leaf)
+            if hasattr(leaf, "__dict__"):
                 waiting.append(dict(vars(leaf)))
     return found
 
