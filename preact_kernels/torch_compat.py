@@ -91,6 +91,11 @@ has_saved_tensor_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # t
 # Whether autocast is on for any device. There is no public function.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
+# Whether forward-mode differentiation is allowed on this thread. PyTorch forbids it in the forward
+# of an autograd Function and, which says nothing here, in inference mode.
+is_forward_mode_allowed = torch._C._is_fwd_grad_enabled
+allow_forward_mode = torch._C._set_fwd_grad_enabled
+
 # The number of `TorchDispatchMode`s on this thread.
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 
@@ -268,6 +273,11 @@ backward_id = torch._C._current_graph_task_id
 def is_in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return backward_id() != -1
+
+
+def is_read_by_checkpoint() -> bool:
+    """Whether code of `torch.utils.checkpoint` called the function that asks."""
+    return sys._getframe(2).f_globals is checkpoint.__dict__
 
 
 # Functions nested in the checkpoint that is not reentrant; one of them runs its recomputation.

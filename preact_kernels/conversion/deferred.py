@@ -135,9 +135,13 @@ def _state(inputs: Sequence[Any]) -> list[int]:
     state: list[int] = []
     for i in inputs:
         if type(i) is not Node:
-            # Inference tensors have no version.
-            state += (i._cdata, -1 if i.is_inference() else i._version)
+            state += (i._cdata, _place(i) if i.is_inference() else i._version)
     return state
+
+
+def _place(t: Tensor) -> int:
+    """Returns what `set_` changes of an inference tensor, which has no version."""
+    return t.data_ptr() if type(t) is Tensor else -1
 
 
 class Deferred(Tensor):
@@ -230,6 +234,13 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _run(node: Node, activation: Activation | None, *inputs: Tensor) -> Tensor:
+    for t in inputs:
+        if t.numel() and not t.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"the input of a deferred {node.operation.name}, a tensor of shape "
+                f"{list(t.shape)}, was freed before it was computed again for a custom autograd "
+                "function; call pk.revert on the module that calls the function"
+            )
     with node.context.entered_in_backward():
         y = node.operation.run(node.settings, *inputs)
         return y if activation is None else activate(y, activation)

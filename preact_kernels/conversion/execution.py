@@ -117,6 +117,9 @@ class _Execution:
         self._saves_output = False  # whether the last step may have saved its result
         self._in_nhwc = any(s.name for s in steps)
         self._saved = {s.inputs[0] for s in steps if s.name}  # that fused operations save
+        # A custom autograd function may have taken a result, which its backward computes again from
+        # what PyTorch's operators would save.
+        self._is_in_function = not torch_compat.is_forward_mode_allowed()
         self._recomputation = Recomputation()
         # A compiler decides itself what it computes again.
         is_checkpoint = any(s.nodes[0].memory == "checkpoint" for s in steps if s.name)
@@ -257,6 +260,8 @@ class _Execution:
         if not self._reads[node]:
             del self._values[node]
         if not self._is_read_outside(node):
+            if self._is_in_function:
+                node.value = y
             return
         held = node.reference() if node.reference is not None else None
         is_nchw = not node.channels_last and _is_nhwc(y)

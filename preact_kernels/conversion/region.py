@@ -116,6 +116,9 @@ class Region(TorchFunctionMode):
             region.flush("an inner region")
         regions.entered.append(self)
         replace_functions(self.activations.functions)
+        # It is forbidden again in the forward of each autograd function, and nowhere else.
+        self._allows_forward_mode = torch_compat.is_forward_mode_allowed()
+        torch_compat.allow_forward_mode(True)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -123,6 +126,7 @@ class Region(TorchFunctionMode):
         self.is_closed = True
         regions.entered.remove(self)
         restore_functions(self.activations.functions)
+        torch_compat.allow_forward_mode(self._allows_forward_mode)
         if torch_compat.is_innermost_function_mode(self):  # false if generators are interleaved
             super().__exit__(*error)
 
@@ -150,6 +154,8 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_closed:
             return func(*args, **kwargs)
+        if self.pending and not torch_compat.is_forward_mode_allowed():
+            self.flush(_IN_FUNCTION)  # it may free what it took or made
         if self.frame is not None and self.frame.f_back is None:
             self._abandon()  # an interrupt left the code without closing the region
             return func(*args, **kwargs)
@@ -160,6 +166,8 @@ class Region(TorchFunctionMode):
         if rule is registry.METADATA:
             if not reads_deferred:
                 return func(*args, **kwargs)
+            if torch_compat.is_read_by_checkpoint():  # it saves its inputs in C++
+                return self._call(func, reads_deferred, args, kwargs)
             with disable_torch_function():
                 return func(*args, **kwargs)
         if rule is not None and (reads_deferred or func in registry.FIRST):
@@ -206,11 +214,13 @@ class Region(TorchFunctionMode):
     def is_recording(self) -> bool:
         """Whether operations may be deferred here.
 
-        False under functional transforms and dispatch modes, and inside `torch.utils.checkpoint`:
-        its backward runs the operations again outside of the region, and must save the same
-        tensors.
+        False under functional transforms and dispatch modes; inside `torch.utils.checkpoint`,
+        whose backward runs the operations again outside of the region, and must save the same
+        tensors; and in custom autograd functions, which may free tensors that no operation of
+        PyTorch reads.
         """
-        return torch_compat.current_modes() == self._modes
+        is_allowed = torch_compat.is_forward_mode_allowed()
+        return is_allowed and torch_compat.current_modes() == self._modes
 
     def context_for(self, device: torch.device) -> Context | None:
         """Returns the modes for a deferred operation; None: it may not be deferred.
@@ -307,7 +317,7 @@ class Region(TorchFunctionMode):
     def _call(self, func: Callable, reads_deferred: bool, args: tuple, kwargs: dict) -> Any:
         if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
             return func(*args, **kwargs)
-        if func in _BACKWARD:  # hooks of the backward may write to anything
+        if func in _BACKWARD or torch_compat.is_function_apply(func):  # they may write to anything
             self.flush(func)
         given = args, kwargs
         if reads_deferred:
@@ -420,6 +430,7 @@ class Region(TorchFunctionMode):
 
 
 _BACKWARD = {Tensor.backward, torch.autograd.grad}
+_IN_FUNCTION = "a custom autograd function"
 
 
 class _Storages:

@@ -1,6 +1,7 @@
 """Rules for norms, convolutions, and operations on images; see `registry.py`."""
 
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.containers import items
-from preact_kernels.conversion.deferred import Deferred, compute
+from preact_kernels.conversion.deferred import Deferred, compute, computed_arguments
 from preact_kernels.conversion.norm_modules import calling_norm
 from preact_kernels.conversion.operations import (
     CALL,
@@ -22,6 +23,7 @@ from preact_kernels.conversion.operations import (
     ConvSettings,
     NormSettings,
     running_statistics,
+    with_copied_statistics,
 )
 from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.conversion.registry import (
@@ -45,6 +47,10 @@ from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
 from preact_kernels.ops.norm_act import NormArguments
+
+_NOT_RECORDED = (
+    "it runs inside torch.utils.checkpoint, a custom autograd function or a functional transform"
+)
 
 FIRST |= {F.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, F.layer_norm}
 FIRST |= {F.conv1d, F.conv2d, F.conv3d}
@@ -94,6 +100,18 @@ def _record_layer_norm(region: Any, args: tuple, kwargs: dict) -> Any:
 @rule(F.instance_norm, arguments=_instance_norm_arguments)
 @rule(F.group_norm, torch.group_norm, arguments=_group_norm_arguments)
 @rule(F.batch_norm, arguments=_batch_norm_arguments)
+def _record_norm(region: Any, x: Tensor, norm: Any) -> Any:
+    """Defers a norm; one that runs plain while a checkpoint recomputes updates no statistics."""
+    result = record_norm(region, x, norm)
+    if result is not NotImplemented or isinstance(norm, GroupNorm) or not norm.training:
+        return result
+    running = running_statistics(norm)
+    if not torch_compat.is_recomputing() or not all(type(t) is Tensor for t in running):
+        return result
+    x, weight, bias = computed_arguments((x, norm.weight, norm.bias), "a norm")
+    return with_copied_statistics(norm).plain(x, weight, bias)
+
+
 def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     """Defers a norm."""
     weight, bias = norm.weight, norm.bias
@@ -105,7 +123,7 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     if not isinstance(x, Tensor) or (owner is None and _standardises_weight(x, norm)):
         return NotImplemented
     if region.context_for(x.device) is None:
-        region.note(owner, "it runs inside torch.utils.checkpoint or a functional transform")
+        region.note(owner, _NOT_RECORDED)
         return NotImplemented
     channels_last = image_format(region, x)
     if is_batch_norm and norm.process_group is not None:
@@ -183,8 +201,16 @@ def _has_single_values(x: Tensor, norm: NormArguments) -> bool:
 
 def _calling_owner(region: Any) -> Any:
     """Returns the owner of a norm whose parameters are not those of the call."""
-    module = calling_norm(sys._getframe(5))
+    module = calling_norm(_caller_of_region())
     return None if module is None else region.owners.of(module)
+
+
+def _caller_of_region() -> types.FrameType | None:
+    """Returns the frame that called the function of the current rule."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    return None if frame is None else frame.f_back
 
 
 def _has_hooks(norm: Any) -> bool:
@@ -321,9 +347,10 @@ def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers
 
 def _calling_conv() -> nn.Module | None:
     """Returns PyTorch's module that called the convolution of the current rule, if one did."""
-    frame = sys._getframe(5)  # the caller of the region, which called the bound rule
-    is_conv = frame.f_code in _CONV_CALLERS
-    return frame.f_locals["self"] if is_conv else None
+    frame = _caller_of_region()
+    if frame is None or frame.f_code not in _CONV_CALLERS:
+        return None
+    return frame.f_locals["self"]
 
 
 def _is_saved_in_nhwc(region: Any, x: Any) -> bool:
