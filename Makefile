@@ -126,7 +126,8 @@ test-tools: $(BUILD) cuda-on-host
 	@$(PYTEST) -m "not slow" $(TOOL_TESTS) $(ARGS)
 
 test-packages: $(CPU_BUILD) $(PACKAGES)/.requirements
-	@PYTHONPATH=$(abspath $(PACKAGES)) $(PYTEST) tests/convert/test_norm_act_models.py $(ARGS)
+	@PYTHONPATH=$(abspath $(PACKAGES)) $(PYTEST) tests/convert/test_norm_act_models.py \
+	  tests/convert/test_subclasses.py $(ARGS)
 
 test-full: lint $(BUILD) compile-triton-full cuda-on-host
 	@$(PYTEST) $(ARGS)

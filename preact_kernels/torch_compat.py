@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -15,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_overloaded_args
 from torch.utils import _python_dispatch as python_dispatch
+from torch.utils import checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -44,6 +47,12 @@ has_functorch_transform = torch._C._are_functorch_transforms_active
 
 # Turns off `__torch_function__` of modes and of subclasses of Tensor.
 disable_torch_function = torch._C.DisableTorchFunction
+# The arguments whose `__torch_function__` PyTorch calls, in this order.
+get_overloaded_args = _get_overloaded_args
+# Whether they are on for subclasses of Tensor.
+is_torch_function_enabled = torch._C._is_torch_function_enabled
+# Undoes `disable_torch_function` for its body.
+enable_torch_function = torch._C._EnableTorchFunction
 
 
 def is_function_apply(function: object) -> bool:
@@ -89,6 +98,11 @@ has_saved_tensor_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # t
 
 # Whether autocast is on for any device. There is no public function.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+# Whether forward-mode differentiation is allowed on this thread. PyTorch forbids it in the forward
+# of an autograd Function and, which says nothing here, in inference mode.
+is_forward_mode_allowed = torch._C._is_fwd_grad_enabled
+allow_forward_mode = torch._C._set_fwd_grad_enabled
 
 # The number of `TorchDispatchMode`s on this thread.
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
@@ -186,7 +200,7 @@ def exchange(a: Tensor, b: Tensor) -> bool:
         swap_tensor_impl(a, b)
     except RuntimeError:  # the profiler, which records shapes, holds weak references in C++
         return False
-    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__class__, b.__class__ = type(b), type(a)
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     return True
 
@@ -267,6 +281,40 @@ backward_id = torch._C._current_graph_task_id
 def is_in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return backward_id() != -1
+
+
+def is_read_by_checkpoint() -> bool:
+    """Whether code of `torch.utils.checkpoint` called the function that asks."""
+    return sys._getframe(2).f_globals is checkpoint.__dict__
+
+
+# Functions nested in the checkpoint that is not reentrant; one of them runs its recomputation.
+_RECOMPUTATIONS = {
+    code
+    for code in checkpoint._checkpoint_without_reentrant_generator.__code__.co_consts
+    if isinstance(code, types.CodeType)
+}
+
+
+def is_recomputing() -> bool:
+    """Whether `torch.utils.checkpoint` is running a forward again on this thread, in a backward.
+
+    Not in other forwards that run in a backward, such as those of custom autograd functions.
+    """
+    if not is_in_backward():
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
+    called = None  # code that `frame` called
+    while frame is not None:
+        code = frame.f_code
+        if code in _RECOMPUTATIONS:
+            return True
+        # A reentrant checkpoint runs the forward again, then its backward.
+        is_reentrant = code is checkpoint.CheckpointFunction.backward.__code__
+        if is_reentrant and called is not torch.autograd.backward.__code__:
+            return True
+        called, frame = code, frame.f_back
+    return False
 
 
 # Whether the running backward keeps the graph for another backward.

@@ -51,8 +51,12 @@ class Node:
             deferred tensor; None: this node.
         reference: a reference to the result's deferred tensor, while there is one.
         memory: memory mode of a stage that begins with this batch norm.
+        is_view: whether the result is an autograd view in plain PyTorch.
         is_done: whether the node was computed, alone or in a fused operation.
         value: the result, from its computation until nothing needs it.
+        meta_result: the result on the meta device, an instance of the subclass of Tensor that plain
+            PyTorch returns; None: a plain tensor.
+        instance: `value` as an instance of that subclass, if the deferred tensor cannot become it.
         is_changed: whether `value` was changed in place with gradients enabled, while the tensor
             was deferred.
         returned_by: another autograd function that returned the deferred tensor, once `value` is
@@ -60,8 +64,11 @@ class Node:
     """
 
     is_changed = False
+    instance: Tensor | None = None
     is_done = False
+    is_view = False
     memory = "store"
+    meta_result: Tensor | None = None
     other_users: "tuple[Node, ...]" = ()
     placed_by: "Node | None" = None
     reference: "Reference | None" = None
@@ -99,6 +106,11 @@ class Node:
     def users(self) -> "tuple[Node, ...]":
         return () if self.user is None else (self.user, *self.other_users)
 
+    @property
+    def result(self) -> Tensor:
+        """The computed result that the program sees."""
+        return cast(Tensor, self.value if self.instance is None else self.instance)
+
     def release(self) -> None:
         """Drops references that only a pending node needs: they form cycles."""
         self.user, self.other_users, self.spare = None, (), None
@@ -123,9 +135,13 @@ def _state(inputs: Sequence[Any]) -> list[int]:
     state: list[int] = []
     for i in inputs:
         if type(i) is not Node:
-            # Inference tensors have no version.
-            state += (i._cdata, -1 if i.is_inference() else i._version)
+            state += (i._cdata, _place(i) if i.is_inference() else i._version)
     return state
+
+
+def _place(t: Tensor) -> int:
+    """Returns what `set_` changes of an inference tensor, which has no version."""
+    return t.data_ptr() if type(t) is Tensor else -1
 
 
 class Deferred(Tensor):
@@ -218,6 +234,13 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _run(node: Node, activation: Activation | None, *inputs: Tensor) -> Tensor:
+    for t in inputs:
+        if t.numel() and not t.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"the input of a deferred {node.operation.name}, a tensor of shape "
+                f"{list(t.shape)}, was freed before it was computed again for a custom autograd "
+                "function; call pk.revert on the module that calls the function"
+            )
     with node.context.entered_in_backward():
         y = node.operation.run(node.settings, *inputs)
         return y if activation is None else activate(y, activation)
@@ -305,6 +328,7 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
     result: Any = tensors[0] if in_place else None
     if in_place:
         source.reference = None
+        node.is_view = source.is_view
     if node.needs_grad and not node.region.is_traced:
         has_spare = type(source) is Node and node.operation.is_activation
         spare = source.spare if has_spare else None
@@ -343,16 +367,16 @@ def called(func: Callable, given: tuple, args: tuple, kwargs: dict) -> Any:
     """
     left = []
     if args is not given[0] or kwargs is not given[1]:
-        left = [t for t in tensors(given) if type(t) is Deferred]
+        left = [t for t in tensors(given) if isinstance(t, Deferred)]
     if not left:
         return func(*args, **kwargs)
-    own = {id(t.preact_node.value): t for t in reversed(left)}
-    before = [_state([t.preact_node.value]) for t in left]
+    own = {id(t.preact_node.result): t for t in reversed(left)}
+    before = [_state([t.preact_node.result]) for t in left]
     result = func(*args, **kwargs)
     if torch.is_grad_enabled() and is_write(func, args, kwargs):
         returned = {id(t) for t in tensors([result])}
         for t, state in zip(left, before, strict=True):
-            value = t.preact_node.value
+            value = t.preact_node.result
             if id(value) in returned or _state([value]) != state:
                 t.preact_node.is_changed = True
     return mapped(lambda t: own.get(id(t), t), result)
@@ -360,7 +384,7 @@ def called(func: Callable, given: tuple, args: tuple, kwargs: dict) -> Any:
 
 def has_deferred(values: Iterable[Any]) -> bool:
     """Whether values are deferred tensors, or lists, tuples or dictionaries with some."""
-    return any(type(t) is Deferred for t in tensors(values))
+    return any(isinstance(t, Deferred) for t in tensors(values))
 
 
 def computed_arguments(value: Any, reader: object) -> Any:
@@ -369,7 +393,7 @@ def computed_arguments(value: Any, reader: object) -> Any:
     The tensors become plain tensors where possible; else the returned containers are copies with
     the results.
     """
-    return mapped(lambda t: compute(t, reader) if type(t) is Deferred else t, value)
+    return mapped(lambda t: compute(t, reader) if isinstance(t, Deferred) else t, value)
 
 
 def compute(t: Deferred, reader: object) -> Tensor:
@@ -378,28 +402,30 @@ def compute(t: Deferred, reader: object) -> Tensor:
     if node is None:  # another thread has computed it
         return t
     with node.region.lock:
-        if type(t) is Deferred:
+        if isinstance(t, Deferred):
             if node.value is None:
                 node.region.compute([node], reader)
             if node.value is None:
                 node.region.compute_again(node)
-            if type(t) is Deferred:
+            if isinstance(t, Deferred):
                 retry_plain(t)
-        return cast(Tensor, node.value) if type(t) is Deferred else t
+        return node.result if isinstance(t, Deferred) else t
 
 
 def retry_plain(t: Deferred) -> None:
     """Makes `t` a plain tensor if only its node holds its value."""
-    if sys.getrefcount(t.preact_node.value) <= 2:
+    if sys.getrefcount(t.preact_node.result) <= 2:
         become_plain(t)
 
 
 def become_plain(t: Deferred) -> None:
-    """Makes a computed `t` a plain tensor, unless code in C++ holds it."""
+    """Makes a computed `t` a plain tensor, or the instance of a subclass, that plain PyTorch gives.
+
+    Not if code in C++ holds it.
+    """
     node = t.preact_node
     if node.region.is_traced:
         return
-    value = cast(Tensor, node.value)
     node.reference = None
     with disable_torch_function():
         if not has_own_history(t) and t.grad_fn is not node.returned_by:
@@ -407,11 +433,27 @@ def become_plain(t: Deferred) -> None:
                 raise RuntimeError(_CHANGED)
             node.returned_by = t.grad_fn
             with torch.enable_grad():
-                value = _WithHistory.apply(t, value.detach())
-        if torch_compat.exchange(t, value):
-            t.__dict__.update(value.__dict__)  # attributes that the program set
+                value = _WithHistory.apply(t, cast(Tensor, node.value).detach())
+            node.value, node.instance = value, None
+        if node.meta_result is not None and node.instance is None:
+            node.instance = _instance_of(cast(Tensor, node.value), node.meta_result)
+            # Later operations read the tensor that the program has.
+            node.value = node.instance.as_subclass(Tensor)
+        result = node.result
+        if torch_compat.exchange(t, result):
+            t.__dict__.update(result.__dict__)  # attributes that the program set
             del t.preact_node
-            value = t
-    node.value = value
-    if type(t) is Deferred:
+            result = t
+    if node.meta_result is None:
+        node.value = result
+    if isinstance(t, Deferred):
         node.region.keep(t)
+    else:
+        node.instance = None
+
+
+def _instance_of(value: Tensor, like: Tensor) -> Tensor:
+    """Returns `value` as an instance of the class of `like`, with its attributes."""
+    result = value.as_subclass(type(like))
+    result.__dict__.update(like.__dict__)
+    return result

@@ -248,8 +248,8 @@ def _record_per_sample(region: Any, operation: Any, a: Any, b: Any, in_place: bo
     arguments=lambda input, other, *, alpha=None: (input, other, alpha),
 )
 def _add_in_place(region: Any, x: Any, other: Any, alpha: Any) -> Any:
-    if type(x) is not Deferred:  # a checkpoint's recomputation must not count a batch again
-        is_counted = torch_compat.is_in_backward() and region.owners.is_batch_count(x)
+    if not isinstance(x, Deferred):  # a checkpoint's recomputation must not count a batch again
+        is_counted = torch_compat.is_recomputing() and region.owners.is_batch_count(x)
         return x if is_counted else NotImplemented
     return NotImplemented if alpha is not None else _record_add(region, x, other, in_place=True)
 

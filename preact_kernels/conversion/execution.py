@@ -120,6 +120,9 @@ class _Execution:
         self._saves_output = False  # whether the last step may have saved its result
         self._in_nhwc = any(s.name for s in steps)
         self._saved = {s.inputs[0] for s in steps if s.name}  # that fused operations save
+        # A custom autograd function may have taken a result, which its backward computes again from
+        # what PyTorch's operators would save.
+        self._is_in_function = not torch_compat.is_forward_mode_allowed()
         self._recomputation = Recomputation()
         # A compiler decides itself what it computes again.
         is_checkpoint = any(s.nodes[0].memory == "checkpoint" for s in steps if s.name)
@@ -246,8 +249,8 @@ class _Execution:
         if node.operation is NORM:
             if _crashes(node, inputs[0]):
                 inputs = [inputs[0].contiguous()]
-            # A backward that runs the forward again does not update statistics a second time.
-            updates = not torch_compat.is_in_backward()
+            # A checkpoint that runs the forward again does not update statistics a second time.
+            updates = not torch_compat.is_recomputing()
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
         if node.operation is CONTIGUOUS and self._may_share(node):
             return inputs[0]
@@ -260,6 +263,8 @@ class _Execution:
         if not self._reads[node]:
             del self._values[node]
         if not self._is_read_outside(node):
+            if self._is_in_function:
+                node.value = y
             return
         held = node.reference() if node.reference is not None else None
         is_nchw = not node.channels_last and _is_nhwc(y)
@@ -271,7 +276,7 @@ class _Execution:
             y = y.clone() if self._saves_output and y.requires_grad else layout.nhwc(y)
         else:
             y = _with_plain_strides(y)
-        node.value = y
+        node.value = y = y.view_as(y) if node.is_view and not y._is_view() else y
         if held is not None:
             become_plain(held)
         if self._reads[node]:
@@ -324,20 +329,14 @@ class _UnitCall(NamedTuple):
         return _UnitCall(_norm(found.norm), activation, scale, shift, conv, mask)
 
     def run(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Runs it; sequences as images of one row."""
-        is_sequence = x.dim() == 3
+        """Runs it."""
         conv, scale_shift = self.conv, self._scale_shift(x)
-        if is_sequence:
-            x, residual = x.unsqueeze(2), None if residual is None else residual.unsqueeze(2)
         if conv is None:
-            y = norm_act_of(x, self.norm, self.activation, scale_shift, channels_last=True)
-        else:
-            conv = conv.of_image() if is_sequence else conv
-            rest = conv, residual, scale_shift
-            y = norm_act_conv_of(
-                x, self.norm, self.activation, *rest, mask=self.mask, channels_last=True
-            )
-        return y.squeeze(2) if is_sequence else y
+            return norm_act_of(x, self.norm, self.activation, scale_shift, channels_last=True)
+        rest = conv, residual, scale_shift
+        return norm_act_conv_of(
+            x, self.norm, self.activation, *rest, mask=self.mask, channels_last=True
+        )
 
     def again(self) -> "_UnitCall":
         """Returns the call that a backward makes: it updates no running statistics."""
@@ -404,7 +403,7 @@ def _nhwc(t: Tensor) -> Tensor:
 
 def _contiguous(y: Tensor, is_saved: bool) -> Tensor:
     """Returns `y` in NCHW, with the same place in the autograd graph."""
-    if not y.requires_grad or is_saved or type(y) is not Tensor:
+    if not y.requires_grad or is_saved or type(y) is not Tensor or y._is_view():
         return _with_plain_strides(y)
     y.data = _with_plain_strides(y.detach())
     return y
@@ -428,7 +427,7 @@ class _ToChannelsLast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t, values=None):
-        return _nhwc(t) if values is None else values.detach()
+        return (_nhwc(t) if values is None else values).detach()
 
     @staticmethod
     def backward(ctx, dy):

@@ -147,14 +147,14 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
     if stack[-1].module is not module and all(c.module is not module for c in stack):
         return None
     # A checkpoint stops its recomputation with an exception once it has all saved tensors.
-    is_stopped = output is None and torch_compat.is_in_backward()
+    is_stopped = output is None and torch_compat.is_recomputing()
     while stack[-1].module is not module:
         _close(stack.pop(), is_stopped)
     call = stack.pop()
     _close(call, is_stopped)
     if not call.is_outermost and _has_other_hooks(module):
         _make_plain(output, "a hook")
-    if call.is_outermost or type(output) is Deferred:
+    if call.is_outermost or isinstance(output, Deferred):
         plain = _with_values(output)
         return None if plain is output else plain
     return None
@@ -162,7 +162,7 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
 
 def _with_values(output: Any) -> Any:
     """Returns `output` with the values of deferred tensors that could not become plain tensors."""
-    return replaced(lambda t: t.preact_node.value if type(t) is Deferred else t, output)
+    return replaced(lambda t: t.preact_node.result if isinstance(t, Deferred) else t, output)
 
 
 def _close(call: _Call, is_stopped: bool = False) -> None:
@@ -321,5 +321,5 @@ def _has_other_hooks(module: nn.Module) -> bool:
 def _make_plain(value: Any, reader: str) -> None:
     """Computes the deferred tensors in a value."""
     for t in tensors([value], in_objects=True):
-        if type(t) is Deferred:
+        if isinstance(t, Deferred):
             compute(t, reader)

@@ -51,14 +51,27 @@ class CallSettings(NamedTuple):
     kwargs: dict
 
 
+def with_copied_statistics(norm: NormArguments) -> Any:
+    """Returns a norm whose calls update copies of the running statistics.
+
+    Checkpoints expect that a recomputation saves the same tensors and, in dispatch modes, calls the
+    same operators as the forward.
+    """
+    if isinstance(norm, GroupNorm) or norm.running_mean is None or norm.running_var is None:
+        return norm
+    with torch_compat.without_dispatch_modes_above(0):
+        mean, var = norm.running_mean.clone(), norm.running_var.clone()
+    return norm._replace(running_mean=mean, running_var=var)
+
+
 def plain_norm(s: NormSettings, x: Tensor, *affine: Tensor, updates: bool = False) -> Tensor:
     """A norm; `updates`: whether it updates the running statistics in training."""
     norm = s.arguments(affine)
     if isinstance(norm, GroupNorm):
         return norm.plain(x, norm.weight, norm.bias)
+    if norm.training and not updates:
+        norm = with_copied_statistics(norm)
     mean, var = norm.running_mean, norm.running_var
-    if norm.training and not updates and mean is not None and var is not None:
-        mean, var = mean.clone(), var.clone()  # checkpoints expect the same saved tensors
     momentum: Any = norm.momentum
     own = norm.weight, norm.bias, norm.training, momentum, norm.eps
     if not isinstance(norm, BatchNorm):

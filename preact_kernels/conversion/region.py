@@ -41,6 +41,14 @@ from preact_kernels.conversion.named_activations import (
 )
 from preact_kernels.conversion.owners import Owner, Owners
 from preact_kernels.conversion.report import Outcome
+from preact_kernels.conversion.subclasses import (
+    Call,
+    NotServed,
+    PlainTensors,
+    become_instance,
+    result_on_meta,
+)
+from preact_kernels.kernels import layout
 from preact_kernels.torch_compat import disable_torch_function, storage_id
 
 
@@ -77,6 +85,7 @@ class Region(TorchFunctionMode):
         self.activations = activations or NamedActivations.of()
         self.memory, self.owners, self.run_stage = memory, owners or Owners(), run_stage
         self.tensor_types = frozenset((Tensor, nn.Parameter, *extra_types))
+        self._ordinary_types = self.tensor_types | {Deferred, list, tuple}
         self.is_traced, self.is_distributed = is_traced, torch_compat.is_distributed()
         self.pending: list[Node] = []
         self.outcomes: list[tuple[nn.Module | None, Outcome]] = []
@@ -94,6 +103,11 @@ class Region(TorchFunctionMode):
         self.evaluated: set[int] = set()
         self._normalised: set[int] = set()  # ids of the inputs of pending norms
         self._storages = _Storages()
+        self._plain_tensors = PlainTensors()
+        self._call_of_subclass: Call | None = None  # the call that a rule may record
+        self.refusal = (
+            ""  # why the last call of `record` deferred nothing, if a class is the reason
+        )
         self.lock = threading.RLock()
 
     def __enter__(self) -> "Region":
@@ -102,6 +116,9 @@ class Region(TorchFunctionMode):
             region.flush("an inner region")
         regions.entered.append(self)
         replace_functions(self.activations.functions)
+        # It is forbidden again in the forward of each autograd function, and nowhere else.
+        self._allows_forward_mode = torch_compat.is_forward_mode_allowed()
+        torch_compat.allow_forward_mode(True)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -109,6 +126,7 @@ class Region(TorchFunctionMode):
         self.is_closed = True
         regions.entered.remove(self)
         restore_functions(self.activations.functions)
+        torch_compat.allow_forward_mode(self._allows_forward_mode)
         if torch_compat.is_innermost_function_mode(self):  # false if generators are interleaved
             super().__exit__(*error)
 
@@ -139,34 +157,73 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_closed:
             return func(*args, **kwargs)
+        if self.pending and not torch_compat.is_forward_mode_allowed():
+            self.flush(_IN_FUNCTION)  # it may free what it took or made
         if self.frame is not None and self.frame.f_back is None:
             self._abandon()  # an interrupt left the code without closing the region
             return func(*args, **kwargs)
-        rule = registry.RULES.get(func)
+        if not torch_compat.is_torch_function_enabled():  # as in `Tensor.backward` of an instance
+            types = tuple(map(type, tensors((args, kwargs))))
+        rule, self.refusal = registry.RULES.get(func), ""
+        reads_deferred = Deferred in types or any(issubclass(t, Deferred) for t in types)
         if rule is registry.METADATA:
-            if Deferred not in types:
+            if not reads_deferred:
                 return func(*args, **kwargs)
+            if torch_compat.is_read_by_checkpoint():  # it saves its inputs in C++
+                return self._call(func, reads_deferred, args, kwargs)
             with disable_torch_function():
                 return func(*args, **kwargs)
-        if rule is not None and (Deferred in types or func in registry.FIRST):
-            with disable_torch_function():
-                result = rule(self, args, kwargs)
+        if rule is not None and (reads_deferred or func in registry.FIRST):
+            result = self._record_by(rule, func, types, args, kwargs)
             if result is not NotImplemented:
                 return result
-        elif self.activations.operators and Deferred in types:
+        elif self.activations.operators and reads_deferred:
             activation = self.activations.of_operator(func)
             if (result := recorded(self, args, kwargs, activation)) is not NotImplemented:
                 return result
-        return self._call(func, types, args, kwargs)
+        return self._call(func, reads_deferred, args, kwargs)
+
+    def _record_by(
+        self, rule: Callable, func: Callable, types: Sequence[type], args: tuple, kwargs: dict
+    ) -> Any:
+        """Calls a rule; with plain tensors for instances of subclasses of Tensor."""
+        first = type(args[0]) if args else None
+        if first in self._ordinary_types and all(t in self._ordinary_types for t in types):
+            with disable_torch_function():
+                return rule(self, args, kwargs)
+        call = Call(func, args, kwargs) if torch_compat.is_torch_function_enabled() else None
+        with disable_torch_function():
+            plain = self._plain_tensors.in_arguments((args, kwargs), self.tensor_types)
+            self._call_of_subclass, count = call, len(self.pending)
+            try:
+                result = rule(self, *plain)
+            finally:
+                self._call_of_subclass = None
+            is_argument = isinstance(result, Deferred) and len(self.pending) == count
+            if is_argument and call is not None:  # the class may change its attributes
+                return (
+                    NotImplemented if self._result_on_meta(call, result, True) is None else result
+                )
+            return result
+
+    def _result_on_meta(self, call: Call, like: Tensor, in_place: bool) -> Tensor | None:
+        """Returns `result_on_meta`; None if the class is not served."""
+        try:
+            return result_on_meta(call, like, in_place)
+        except NotServed as error:
+            self.refusal = str(error)
+            return None
 
     def is_recording(self) -> bool:
         """Whether operations may be deferred here.
 
-        False under functional transforms and dispatch modes, and inside `torch.utils.checkpoint`:
-        its backward runs the operations again outside of the region, and must save the same
-        tensors.
+        False under functional transforms and dispatch modes; inside `torch.utils.checkpoint`,
+        whose backward runs the operations again outside of the region, and must save the same
+        tensors; and in custom autograd functions, which may free tensors that no operation of
+        PyTorch reads.
         """
-        return torch_compat.current_modes() == self._modes
+        is_allowed = torch_compat.is_forward_mode_allowed()
+        return is_allowed and torch_compat.current_modes() == self._modes
 
     def context_for(self, device: torch.device) -> Context | None:
         """Returns the modes for a deferred operation; None: it may not be deferred.
@@ -208,13 +265,14 @@ class Region(TorchFunctionMode):
         inputs: list[Any] = []
         needs_grad = reads_node = False
         for t in tensors:
-            if type(t) is Deferred:
+            if isinstance(t, Deferred):
                 node = t.preact_node
                 if node.value is None and node.region is self and has_own_history(t):
                     inputs.append(node)
                     needs_grad, reads_node = needs_grad or node.needs_grad, True
                     continue
                 computed = compute(t, "another region, or an autograd function")
+                computed = self._plain_tensors.in_arguments(computed, self.tensor_types)
                 tensors = [computed if other is t else other for other in tensors]
                 t = computed
             inputs.append(t)
@@ -224,12 +282,22 @@ class Region(TorchFunctionMode):
             return NotImplemented  # a change of modes computed the inputs, or what reads them
         if in_place and (type(inputs[0]) is not Node or (inputs[0].needs_grad and not needs_grad)):
             return NotImplemented  # the input was computed, or gradients are disabled
+        meta_result = inputs[0].meta_result if in_place else None
+        if self._call_of_subclass is not None:
+            strides = layout.strides(shape, channels_last)
+            like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            meta_result = self._result_on_meta(self._call_of_subclass, like, in_place)
+            if meta_result is None or (in_place and not isinstance(tensors[0], type(meta_result))):
+                return NotImplemented  # not served, or PyTorch returns another object
         node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
         with self.lock:
             self.pending.append(node)
             if operation.precedes_activation:
                 self._normalised.add(id(inputs[0]))
-        return deferred_result(node, tensors, in_place)
+        result = deferred_result(node, tensors, in_place)
+        if meta_result is not None:
+            become_instance(result, node, meta_result)
+        return result
 
     def normalises(self, t: Tensor) -> bool:
         """Whether a pending norm reads a computed tensor, and may save it in NHWC for backward.
@@ -250,15 +318,16 @@ class Region(TorchFunctionMode):
             if id(t) in self.updated or (is_updated and id(t) in self.evaluated):
                 self.flush("a second call of the batch norm")
 
-    def _call(self, func: Callable, types: Sequence[type], args: tuple, kwargs: dict) -> Any:
+    def _call(self, func: Callable, reads_deferred: bool, args: tuple, kwargs: dict) -> Any:
         if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
             return func(*args, **kwargs)
-        if func in _BACKWARD:  # hooks of the backward may write to anything
+        if func in _BACKWARD or torch_compat.is_function_apply(func):  # they may write to anything
             self.flush(func)
         given = args, kwargs
-        if Deferred in types:
+        if reads_deferred:
             if has_deferred(given):
-                args, kwargs = computed_arguments(given, func)
+                reader = f"{func.__name__} of {self.refusal}" if self.refusal else func
+                args, kwargs = computed_arguments(given, reader)
             else:  # an object of another class holds it
                 self.flush(func)
         is_written = bool(self.pending) and is_write(func, args, kwargs)
@@ -360,11 +429,12 @@ class Region(TorchFunctionMode):
         self.flush(reader)
         for reference in list(self._not_plain.values()):
             t = reference()
-            if type(t) is Deferred:
+            if isinstance(t, Deferred):
                 retry_plain(t)
 
 
 _BACKWARD = {Tensor.backward, torch.autograd.grad}
+_IN_FUNCTION = "a custom autograd function"
 
 
 class _Storages:
@@ -391,5 +461,5 @@ class _Storages:
 def _is_irrelevant(value: object) -> bool:
     """Whether pending nodes cannot use an argument: numbers, and tensors of integers."""
     if isinstance(value, Tensor):
-        return type(value) is not Deferred and not value.is_floating_point()
+        return not isinstance(value, Deferred) and not value.is_floating_point()
     return type(value) in (bool, float, int)

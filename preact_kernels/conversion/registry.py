@@ -64,7 +64,7 @@ def hashable(value: Any) -> Any:
 
 def is_pending(t: object) -> bool:
     """Whether `t` is a deferred tensor that is not computed."""
-    return type(t) is Deferred and t.preact_node.value is None
+    return isinstance(t, Deferred) and t.preact_node.value is None
 
 
 def pixels(shape: Sequence[int]) -> int:
@@ -80,7 +80,7 @@ def image_format(region: Any, t: Tensor) -> bool | None:
 
     None: PyTorch's results could have other strides.
     """
-    if type(t) is Deferred:
+    if isinstance(t, Deferred):
         return t.preact_node.channels_last
     if type(t) not in region.tensor_types or not 3 <= t.dim() <= 5:
         return None

@@ -1,6 +1,7 @@
 """Rules for norms, convolutions, and operations on images; see `registry.py`."""
 
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.containers import items
-from preact_kernels.conversion.deferred import Deferred, compute
+from preact_kernels.conversion.deferred import Deferred, compute, computed_arguments
 from preact_kernels.conversion.norm_modules import calling_norm
 from preact_kernels.conversion.operations import (
     CALL,
@@ -22,6 +23,7 @@ from preact_kernels.conversion.operations import (
     ConvSettings,
     NormSettings,
     running_statistics,
+    with_copied_statistics,
 )
 from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.conversion.registry import (
@@ -36,6 +38,7 @@ from preact_kernels.conversion.registry import (
     pixels,
     rule,
 )
+from preact_kernels.conversion.subclasses import refusal
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.modules.batch_norm import batch_norm_arguments
@@ -44,6 +47,10 @@ from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
 from preact_kernels.ops.norm_act import NormArguments
+
+_NOT_RECORDED = (
+    "it runs inside torch.utils.checkpoint, a custom autograd function or a functional transform"
+)
 
 FIRST |= {F.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, F.layer_norm}
 FIRST |= {F.conv1d, F.conv2d, F.conv3d}
@@ -93,6 +100,18 @@ def _record_layer_norm(region: Any, args: tuple, kwargs: dict) -> Any:
 @rule(F.instance_norm, arguments=_instance_norm_arguments)
 @rule(F.group_norm, torch.group_norm, arguments=_group_norm_arguments)
 @rule(F.batch_norm, arguments=_batch_norm_arguments)
+def _record_norm(region: Any, x: Tensor, norm: Any) -> Any:
+    """Defers a norm; one that runs plain while a checkpoint recomputes updates no statistics."""
+    result = record_norm(region, x, norm)
+    if result is not NotImplemented or isinstance(norm, GroupNorm) or not norm.training:
+        return result
+    running = running_statistics(norm)
+    if not torch_compat.is_recomputing() or not all(type(t) is Tensor for t in running):
+        return result
+    x, weight, bias = computed_arguments((x, norm.weight, norm.bias), "a norm")
+    return with_copied_statistics(norm).plain(x, weight, bias)
+
+
 def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     """Defers a norm."""
     weight, bias = norm.weight, norm.bias
@@ -104,7 +123,7 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     if not isinstance(x, Tensor) or (owner is None and _standardises_weight(x, norm)):
         return NotImplemented
     if region.context_for(x.device) is None:
-        region.note(owner, "it runs inside torch.utils.checkpoint or a functional transform")
+        region.note(owner, _NOT_RECORDED)
         return NotImplemented
     channels_last = image_format(region, x)
     if is_batch_norm and norm.process_group is not None:
@@ -113,7 +132,10 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     elif channels_last is not None and _has_single_values(x, norm):
         channels_last = None
     if channels_last is None:
-        region.note(owner, "its input is no image, or has unusual strides")
+        is_other = type(x) not in region.tensor_types and not isinstance(x, Deferred)
+        reason = refusal(type(x)) if is_other else ""
+        usual = "its input is no image, or has unusual strides"
+        region.note(owner, f"its input is {reason}" if reason else usual)
         return NotImplemented
     # The weight's dtype and device represent all parameters: they change together.
     like = None if owner is None or weight is None else (weight.dtype, weight.device)
@@ -147,8 +169,13 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
         dtype = norm.result_dtype(x)
         channels_last = channels_last and type(norm) is GroupNorm and not x.is_cuda
     result = region.record(NORM, inputs, settings, x.shape, dtype, channels_last)
+    if result is NotImplemented:
+        region.note(owner, f"its input is {region.refusal}")
+        return NotImplemented
     (region.updated if norm.training else region.evaluated).update(map(id, running))
     result.preact_node.memory = region.memory
+    if type(norm) is InstanceNorm:
+        result.preact_node.is_view = True
     return result
 
 
@@ -174,8 +201,16 @@ def _has_single_values(x: Tensor, norm: NormArguments) -> bool:
 
 def _calling_owner(region: Any) -> Any:
     """Returns the owner of a norm whose parameters are not those of the call."""
-    module = calling_norm(sys._getframe(4))
+    module = calling_norm(_caller_of_region())
     return None if module is None else region.owners.of(module)
+
+
+def _caller_of_region() -> types.FrameType | None:
+    """Returns the frame that called the function of the current rule."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    return None if frame is None else frame.f_back
 
 
 def _has_hooks(norm: Any) -> bool:
@@ -205,10 +240,10 @@ class SyncForward:
                 bn = batch_norm_arguments(cast(nn.BatchNorm2d, module))
                 if bn.momentum is None:
                     bn = bn._replace(momentum=1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0))
-                if type(x) is Deferred and x.preact_node.value is not None:
+                if isinstance(x, Deferred) and x.preact_node.value is not None:
                     x = compute(x, "SyncBatchNorm")
                 result = record_norm(self._region, x, bn)
-                is_counted = bn.batch_count is None or torch_compat.is_in_backward()
+                is_counted = bn.batch_count is None or torch_compat.is_recomputing()
                 if result is not NotImplemented and not is_counted:
                     cast(Tensor, bn.batch_count).add_(1)
         return nn.SyncBatchNorm.forward(module, x) if result is NotImplemented else result
@@ -225,7 +260,9 @@ def _norm_refusal(region: Any, x: Tensor, norm: Any) -> str:
         if t is None:
             continue
         if type(t) not in region.tensor_types or t.numel() != channels or t.dim() != 1:
-            return "its parameters are of another class or shape"
+            if type(t) not in region.tensor_types:
+                return f"its parameters are of the class {type(t).__name__}"
+            return "its parameters have another shape"
         if t.dtype is not dtype and (t.dtype != torch.float32 or dtype == torch.float64):
             return "its parameters have another dtype"
         if t.device != device:
@@ -310,9 +347,10 @@ def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers
 
 def _calling_conv() -> nn.Module | None:
     """Returns PyTorch's module that called the convolution of the current rule, if one did."""
-    frame = sys._getframe(4)  # the caller of the region, which called the bound rule
-    is_conv = frame.f_code in _CONV_CALLERS
-    return frame.f_locals["self"] if is_conv else None
+    frame = _caller_of_region()
+    if frame is None or frame.f_code not in _CONV_CALLERS:
+        return None
+    return frame.f_locals["self"]
 
 
 def _is_saved_in_nhwc(region: Any, x: Any) -> bool:
@@ -447,16 +485,19 @@ def _image_function(func: Callable) -> Callable:
             return NotImplemented
         args = tuple(map(hashable, rest))
         kwargs = {k: hashable(v) for k, v in kwargs.items()}
-        modes = node.channels_last, context.device, context.autocast_dtype
+        modes = node.channels_last, node.needs_grad, context.device, context.autocast_dtype
         found = _called(func, args, tuple(kwargs.items()), node.shape[2:], node.dtype, *modes)
         if found is None:
             return NotImplemented
-        size, dtype, channels_last = found
+        size, dtype, channels_last, is_view = found
         shape = (*node.shape[:2], *size)
         if not has_known_strides(shape, node.channels_last):
             return NotImplemented
         settings = CallSettings(func, args, kwargs)
-        return region.record(CALL, (x,), settings, shape, dtype, channels_last)
+        result = region.record(CALL, (x,), settings, shape, dtype, channels_last)
+        if is_view and result is not NotImplemented:
+            result.preact_node.is_view = True
+        return result
 
     return rule
 
@@ -469,17 +510,19 @@ def _called(
     size: tuple,
     dtype: torch.dtype,
     channels_last: bool,
+    needs_grad: bool,
     device: torch.device,
     _: object,
-) -> tuple[tuple[int, ...], torch.dtype, bool] | None:
+) -> tuple[tuple[int, ...], torch.dtype, bool, bool] | None:
     """Calls a function of an image; None: it raises, or does not return one image.
 
     Returns:
-        Size, dtype and memory format of the result.
+        Size, dtype and memory format of the result, and whether it is a view.
     """
     try:
-        with torch_compat.disable_torch_function(), torch.no_grad():
-            x = torch.zeros((2, 4, *size), dtype=dtype, device=device)
+        no_hooks = torch_compat.saved_tensor_hooks_of(None)
+        with torch_compat.disable_torch_function(), no_hooks, torch.set_grad_enabled(needs_grad):
+            x = torch.zeros((2, 4, *size), dtype=dtype, device=device, requires_grad=needs_grad)
             y = func(layout.nhwc(x) if channels_last else x, *args, **dict(kwargs))
     except (RuntimeError, TypeError, ValueError):
         return None
@@ -487,7 +530,7 @@ def _called(
         return None
     if channels_last and pixels(y.shape) == 1:
         return None
-    return tuple(y.shape[2:]), y.dtype, layout.is_channels_last(y)
+    return tuple(y.shape[2:]), y.dtype, layout.is_channels_last(y), y._is_view()
 
 
 for _function in (

@@ -57,7 +57,19 @@ def as_image(t: Tensor) -> Tensor:
         t = nhwc(t)
         n, c, d, h, w = t.shape
         return t.permute(0, 2, 3, 4, 1).reshape(n, d * h, w, c).permute(0, 3, 1, 2)
-    return nhwc(t.reshape(*t.shape[:2], 1, t.shape[2] if t.dim() == 3 else 1))
+    return dense(t)
+
+
+def dense(t: Tensor, planar: bool = False) -> Tensor:
+    """`[N, C, ...]` dense in NHWC order, or NCHW if `planar`, with four or five dimensions."""
+    if t.dim() < 4:
+        t = t.reshape(*t.shape[:2], 1, t.shape[2] if t.dim() == 3 else 1)
+    return nchw(t) if planar else nhwc(t)
+
+
+def shape_of(t: Tensor, dims: int) -> torch.Size:
+    """The shape, in `dims` dimensions, of what `dense` made `t` from."""
+    return t.shape if dims > 3 else torch.Size((*t.shape[:2], *t.shape[3:])[:dims])
 
 
 def as_planes(t: Tensor) -> Tensor:

@@ -258,8 +258,8 @@ def update_running_statistics(
     """Moves running statistics towards those of the batch, and counts the batch, in place.
 
     `running = (1 - momentum) * running + momentum * batch`, as few calls as the momenta allow.
-    Does nothing while a backward runs this forward again (`torch.utils.checkpoint`): the batch
-    was counted the first time. The one place that writes a batch norm's buffers.
+    Does nothing while `torch.utils.checkpoint` runs this forward again: the batch was counted the
+    first time. The one place that writes a batch norm's buffers.
 
     Args:
         kernels: the backend's functions.
@@ -267,7 +267,7 @@ def update_running_statistics(
         means: mean of the batch for each of these; none for an empty batch, which is only counted.
         variances: unbiased variance likewise.
     """
-    if not torch.compiler.is_compiling() and torch_compat.is_in_backward():
+    if not torch.compiler.is_compiling() and torch_compat.is_recomputing():
         return
     for bn in norms:  # all before any is written
         if bn.running_mean is not None and bn.running_var is not None:

@@ -18,7 +18,7 @@ def differentiable_norm_act(
     """act(norm(x)) in PyTorch's differentiable operations.
 
     Args:
-        x: `[N, C, H, W]`.
+        x: `[N, C, ...]`.
         norm: parameters, and the statistics of evaluation mode.
         groups: groups of channels with statistics of each image; None: statistics per channel.
         training: normalise with the statistics of the input.
@@ -37,7 +37,8 @@ def differentiable_norm_act(
             h = F.batch_norm(wide, mean, var, None, None, training, 0.0, eps)
         else:
             h = _group_norm(wide, groups, eps)
-        scale, shift = (t.view(-1, t.shape[-1], 1, 1) for t in cast(list[Tensor], (weight, bias)))
+        rows = -1, x.shape[1], *[1] * (x.dim() - 2)
+        scale, shift = (t.view(rows) for t in cast(list[Tensor], (weight, bias)))
         h = h * scale + shift
     return activate(h.to(x.dtype), Activation(norm.activation, norm.parameter))
 

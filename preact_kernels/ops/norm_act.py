@@ -114,7 +114,13 @@ class NormActCall(NamedTuple):
     training: bool  # normalise with the statistics of the input
     process_group: object
     fixed_inv_count: float | None  # see `inv_count_of`
-    planar: bool = False  # x is in NCHW order
+    planar: bool  # x is in NCHW order
+    dims: int  # dimensions of the result
+    channels_last: bool  # memory format of the result
+
+    def image(self, t: Tensor) -> Tensor:
+        """`t` as the kernels take it."""
+        return layout.as_planes(t) if self.planar else layout.as_image(t)
 
 
 def runs_on_planes(
@@ -159,21 +165,26 @@ def parameter_gradients(
 
 
 class NormActFunction(torch.autograd.Function):
-    """y = act(norm(x)) for given statistics."""
+    """y = act(norm(x)) for given statistics.
+
+    x is what `layout.dense` returned. The result has the dimensions and the memory format that the
+    program gets. `detach` makes it no view: `y.data = ` and changes in place need that.
+    """
 
     @staticmethod
     def forward(ctx, call, x, weight, bias, mean, var):
         ctx.call = call
         ctx.save_for_backward(x, weight, bias, mean, var)
         norm = Norm(mean, var, weight, bias, call.eps, *call.activation)
-        return call.kernels.norm_act_forward(x, norm)
+        y = call.kernels.norm_act_forward(call.image(x), norm)
+        return layout.from_image(y, layout.shape_of(x, call.dims), call.channels_last).detach()
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, bias, mean, var = ctx.saved_tensors
         call = ctx.call
         # Hooks of saved tensors may return another memory format.
-        x = x.contiguous() if call.planar else layout.nhwc(x)
+        x = layout.dense(x, call.planar)
         needs_x, *needs = ctx.needs_input_grad[1:4]
         norm = Norm(mean, var, weight, bias, call.eps, *call.activation)
         if runs_plain_backward(dy):
@@ -181,21 +192,22 @@ class NormActFunction(torch.autograd.Function):
             def forward(x, weight, bias):
                 norm = Norm(mean, var, weight, bias, call.eps, *call.activation)
                 shared = call.groups, call.training, call.process_group
-                return differentiable_norm_act(x, norm, *shared)
+                return differentiable_norm_act(x, norm, *shared).reshape(dy.shape)
 
             grads = gradients(forward, (x, weight, bias), ctx.needs_input_grad[1:4], dy)
             return None, *grads, None, None
-        dy = dy.contiguous() if call.planar else layout.nhwc(dy)
+        image, dy = call.image(x), call.image(dy)
         if call.training or any(needs):
-            _, sums = call.kernels.norm_act_backward(dy, x, norm, False)
+            _, sums = call.kernels.norm_act_backward(dy, image, norm, False)
         else:  # mean and variance are constants: dx does not need the sums
-            sums = zero_sums(x, norm)
+            sums = zero_sums(image, norm)
         dx = None
         if needs_x:
             shared = step_sums(sums, norm, call.groups, call.process_group)
-            inv_count = inv_count_in(x, call.groups, call.fixed_inv_count)
-            step = AffineStep(None, x, norm, shared, inv_count)
+            inv_count = inv_count_in(image, call.groups, call.fixed_inv_count)
+            step = AffineStep(None, image, norm, shared, inv_count)
             dx = call.kernels.norm_input_gradient(Gradient(dy, step), True)
+            dx = layout.from_image(dx, x.shape, not call.planar)
         return None, dx, *parameter_gradients(sums, weight, bias, needs), None, None
 
 
@@ -256,17 +268,18 @@ def normalise(
     """
     if x.numel() == 0 and norm.process_group is None:
         return _of_empty_batch(x, norm, activation, scale_shift), None, None
-    shape = x.shape
     if channels_last is None:
         channels_last = norm.is_channels_last(x)
     planar = runs_on_planes(kernels, x, norm, activation, scale_shift, channels_last)
-    x = layout.as_planes(x) if planar else layout.as_image(x)
+    dims, x = x.dim(), layout.dense(x, planar)
     weight, bias = scale_shift.of(*norm.affine(x, x.shape[1]))
-    statistics, fixed = norm.statistics(kernels, x.detach())
+    image = x.detach()
+    image = layout.as_planes(image) if planar else layout.as_image(image)
+    statistics, fixed = norm.statistics(kernels, image)
     shared = norm.groups, norm.training, norm.process_group
-    call = NormActCall(kernels, norm.eps, activation, *shared, fixed, planar)
-    y = NormActFunction.apply(call, x, weight, bias, *statistics)
-    return layout.from_image(y, shape, channels_last), statistics, fixed
+    formats = planar, dims, channels_last
+    call = NormActCall(kernels, norm.eps, activation, *shared, fixed, *formats)
+    return NormActFunction.apply(call, x, weight, bias, *statistics), statistics, fixed
 
 
 def _of_empty_batch(

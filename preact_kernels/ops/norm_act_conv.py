@@ -56,6 +56,8 @@ class UnitCall(NamedTuple):
     eps: float
     groups: int | None  # groups of channels per image; None: statistics per channel
     fixed_inv_count: float | None  # see `inv_count_of`
+    dims: int  # dimensions of the result
+    channels_last: bool  # memory format of the result
     keep_factor: float = 1.0  # multiplies the elements that dropout keeps
 
     def mask(self, bits: Tensor | None) -> Mask | None:
@@ -79,6 +81,8 @@ class NormActConvFunction(torch.autograd.Function):
     """y = conv(act(norm(x))) [+ conv_bias] [+ residual] for given statistics.
 
     Tensor arguments: x, weight, bias, conv_weight, conv_bias, residual, mean, var, bits of dropout.
+    x and residual are what `layout.dense` makes of sequences, images and volumes; the result is as
+    in `NormActFunction`.
     """
 
     @staticmethod
@@ -87,7 +91,9 @@ class NormActConvFunction(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(x, weight, bias, conv_weight, mean, var, bits)
         norm = Norm(mean, var, weight, bias, call.eps, *call.unit.activation)
-        return call.forward(Inputs(x, norm, conv_weight), Epilogue(conv_bias, residual), bits)
+        y = call.forward(Inputs(x, norm, conv_weight), Epilogue(conv_bias, residual), bits)
+        y = y.squeeze(2) if call.dims == 3 else y
+        return layout.restored(y, call.channels_last).detach()
 
     @staticmethod
     def backward(ctx, dy):
@@ -96,6 +102,7 @@ class NormActConvFunction(torch.autograd.Function):
         call, needed = ctx.call, ctx.needs_input_grad[1:]
         unit, groups = call.unit, call.groups
         needs_x, needs_weight, needs_bias, needs_conv, needs_conv_bias, needs_residual, *_ = needed
+        dy = dy.unsqueeze(2) if call.dims == 3 else dy
         dresidual = dy if needs_residual else None
         pixels = (0, *range(2, dy.dim()))
         norm = Norm(mean, var, weight, bias, call.eps, *unit.activation)
@@ -105,8 +112,7 @@ class NormActConvFunction(torch.autograd.Function):
             def forward(x, weight, bias, conv_weight):
                 norm = Norm(mean, var, weight, bias, call.eps, *unit.activation)
                 shared = groups, unit.uses_batch, unit.process_group
-                a = differentiable_norm_act(layout.as_image(x), norm, *shared)
-                a = layout.from_image(a, x.shape, True)
+                a = differentiable_norm_act(x, norm, *shared)
                 if mask is not None:
                     a = a * mask.noise(x)
                 a = a.to(unit.dtype)
@@ -198,8 +204,7 @@ def norm_act_conv_of(
             residual, added_last = None, residual
         else:
             residual, unit = residual.to(y_dtype), unit._replace(y_dtype=y_dtype)
-    axes = x.dim() - 2
-    if axes == 1:
+    if x.dim() == 3:
         conv = conv.of_image()
         unit = unit._replace(
             weight_shape=conv.weight.shape,
@@ -213,20 +218,16 @@ def norm_act_conv_of(
     if conv_weight.dtype != dtype:
         pixels = x.numel() // x.shape[1]
         unit, conv_weight = with_served_weight(kernels, unit, conv_weight, pixels)
-    dense = layout.nhwc if axes == 3 else layout.as_image
-    x, residual = dense(x), None if residual is None else dense(residual)
+    dims, x = x.dim(), layout.dense(x)
+    residual = None if residual is None else layout.dense(residual)
     bits, factor = (None, 1.0) if mask is None else mask
-    image = x.detach()
-    statistics, fixed = norm.statistics(kernels, layout.as_image(image) if axes == 3 else image)
+    statistics, fixed = norm.statistics(kernels, layout.as_image(x.detach()))
     parameters = norm.affine(x, x.shape[1])
     if has_scale_shift:
         parameters = scale_shift.of(*parameters)
-    call = UnitCall(kernels, unit, norm.eps, norm.groups, fixed, factor)
+    call = UnitCall(kernels, unit, norm.eps, norm.groups, fixed, dims, channels_last, factor)
     weights = (*parameters, conv_weight, conv_bias)
     y = NormActConvFunction.apply(call, x, *weights, residual, *statistics, bits)
-    if axes == 1:
-        y = y.squeeze(2)
-    y = layout.restored(y, channels_last)
     y = y if added_last is None else y + added_last
     norm.update(kernels, x, statistics, fixed)  # last: where memory runs out, nothing is counted
     return y

@@ -50,6 +50,25 @@ class Same(torch.autograd.Function):
 triple = Triple.apply
 
 
+class Marked(Tensor):
+    """A tensor with an attribute that results take from the first argument that has it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        found = [t for t in torch.utils._pytree.tree_leaves(args) if hasattr(t, "mark")]
+        if type(y) is cls and found:
+            y.mark = found[0].mark + 1
+        return y
+
+
+def marked(t, kind=Marked):
+    """Returns the tensor as a marked instance of a class."""
+    t = t.as_subclass(kind)
+    t.mark = 0
+    return t
+
+
 class TensorList(list):
     """A list that a forward returns, or passes to a function."""
 
@@ -395,7 +414,8 @@ PREPARATIONS = """
 INPUTS = """
     x.requires_grad_() | x.contiguous(memory_format=torch.channels_last) | x.transpose(2, 3) |
     x.contiguous(memory_format=torch.channels_last).requires_grad_() | x[:, :, :, :] |
-    torch.cat([x, x], 1)[:, :x.size(1)] | x.requires_grad_() * 1 | x[:1].expand(x.shape)
+    torch.cat([x, x], 1)[:, :x.size(1)] | x.requires_grad_() * 1 | x[:1].expand(x.shape) |
+    parts.marked(x) | parts.marked(x).requires_grad_()
 """
 
 CALLS = """

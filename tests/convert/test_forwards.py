@@ -353,7 +353,7 @@ def freezes_a_norm(self, x):
 # Autograd.
 
 
-@runs(bn2="BN-ReLU-Conv")
+@runs("^; it runs inside torch.utils.checkpoint", "BN-ReLU-Conv")
 def checkpoints_reentrantly(self, x):
     return checkpoint(self.unit, self.second(x), use_reentrant=True) + x
 
@@ -379,8 +379,8 @@ def takes_gradients(self, x):
     return self.unit(x) + gradient
 
 
-class ReturnsUnit(torch.autograd.Function):
-    """A function that returns a deferred tensor."""
+class RunsUnit(torch.autograd.Function):
+    """A function that calls a norm and what follows it."""
 
     @staticmethod
     def forward(ctx, x, net):
@@ -391,9 +391,9 @@ class ReturnsUnit(torch.autograd.Function):
         return dy * 5, None
 
 
-@runs("BN-ReLU-Conv", "BN-ReLU-Conv")
+@runs("^; it runs inside .* a custom autograd function", "BN-ReLU-Conv")
 def calls_a_unit_in_a_custom_function(self, x):
-    return self.second(ReturnsUnit.apply(x, self))
+    return self.second(RunsUnit.apply(x, self))
 
 
 @runs(bn2="residual block")

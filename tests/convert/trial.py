@@ -199,7 +199,8 @@ def _tensors(value: object) -> list[Tensor]:
 class TensorFacts(NamedTuple):
     """The compared properties of a tensor."""
 
-    is_plain: bool
+    kind: str
+    mark: int | None
     dtype: torch.dtype
     shape: tuple
     stride: tuple
@@ -216,7 +217,8 @@ def facts(value, depth=0):
     if isinstance(value, Tensor):
         grad = value.grad if value.is_leaf or value.retains_grad else None
         return TensorFacts(
-            type(value) in (Tensor, nn.Parameter),
+            "Tensor" if type(value) is nn.Parameter else type(value).__name__,
+            getattr(value, "mark", None),
             value.dtype,
             tuple(value.shape),
             value.stride(),
@@ -309,9 +311,6 @@ def _norm(value: object) -> float:
 def _compare(path: str, a: object, b: object, scale: float) -> list[str]:
     if isinstance(a, TensorFacts) and isinstance(b, TensorFacts):
         names = [n for n in TensorFacts._fields[:-2] if getattr(a, n) != getattr(b, n)]
-        is_kept = "seen by hooks" in path or "attributes of" in path
-        if is_kept and "is_plain" in names:  # still deferred, or held by an autograd function
-            names.remove("is_plain")
         if "gradient of" in path and "stride" in names and _same_order(a, b):
             names.remove("stride")
         found = [f"{path}: {n} {getattr(a, n)}, converted {getattr(b, n)}" for n in names]

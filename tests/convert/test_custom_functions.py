@@ -1,0 +1,330 @@
+"""Custom autograd functions and nested checkpoints inside of converted models."""
+
+import contextlib
+import copy
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import preact_kernels as pk
+from tests.convert.models import MODES, Block
+from tests.convert.random_model_parts import triple
+
+pytestmark = pytest.mark.backends("cpu")
+
+
+def assert_same_step(plain, converted, x, call=lambda net, x: net(x), has_buffers=True):
+    """Outputs, gradients and buffers of two steps are equal in float64."""
+    found = []
+    for net in (plain, converted):
+        net.double().zero_grad()
+        for _ in range(2):
+            leaf = x.double().requires_grad_()
+            y = call(net, leaf * 1)
+            y.square().sum().backward()
+        tensors = [y, leaf.grad, *(p.grad for p in net.parameters())]
+        found.append(tensors + list(net.buffers()) if has_buffers else tensors)
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-8)
+
+
+# Nested checkpoints.
+
+
+class Checkpoints(nn.Module):
+    """Checkpoints its second block: the module, or the functions that it calls."""
+
+    def __init__(self, use_reentrant, calls_module):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.use_reentrant, self.calls_module = use_reentrant, calls_module
+
+    def run(self, x):
+        block = self.blocks[1]
+        return block(x) if self.calls_module else block.conv(F.relu(block.bn(x)))
+
+    def forward(self, x):
+        h = checkpoint(self.run, self.blocks[0](x), use_reentrant=self.use_reentrant)
+        return self.blocks[2](h) + x
+
+
+def around(levels, use_reentrant, net, x):
+    """Calls `net` inside of nested checkpoints."""
+    if levels == 0:
+        return net(x)
+    return checkpoint(
+        partial(around, levels - 1, use_reentrant, net), x, use_reentrant=use_reentrant
+    )
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_checkpoint_around_a_model_that_checkpoints(inner, outer, levels, memory):
+    for calls_module in (False, True):
+        plain = Checkpoints(inner, calls_module)
+        converted = pk.convert(copy.deepcopy(plain), memory=memory)
+        x, call = torch.randn(2, 4, 6, 6), partial(around, levels, outer)
+        assert_same_step(plain, converted, x, call, has_buffers=False)
+        fused = pk.conversion_report(converted).fused
+        assert len(fused) == 2 + calls_module
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_norm_that_runs_plain_counts_and_updates_as_often(use_reentrant):
+    net = pk.convert(Checkpoints(use_reentrant, False).double())
+    x = torch.randn(2, 4, 6, 6).double().requires_grad_()
+    inputs = []
+    net.blocks[1].bn.register_forward_pre_hook(lambda m, args: inputs.append(args[0].detach()))
+    checkpoint(net, x, use_reentrant=use_reentrant).sum().backward()
+    bn, expected = net.blocks[1].bn, nn.BatchNorm2d(4).double()
+    for _ in range(int(bn.num_batches_tracked)):
+        expected(inputs[0])
+    torch.testing.assert_close(bn.running_mean, expected.running_mean)
+    torch.testing.assert_close(bn.running_var, expected.running_var)
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])
+def test_a_selective_checkpoint_of_norms_that_run_plain(policy):
+    """It refuses operators that the forward did not call."""
+
+    def save(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_RECOMPUTE if op._schema.is_mutable else policy
+
+    # The norm is recorded and runs plain, or it is not recorded: its input has unusual strides.
+    plain, x = nn.Sequential(nn.BatchNorm2d(4), nn.SELU()), torch.randn(2, 4, 6, 6)
+    for stride in (1, 2):
+        converted = pk.convert(copy.deepcopy(plain))
+        contexts = partial(create_selective_checkpoint_contexts, save)
+
+        def call(net, t, stride=stride, contexts=contexts, converted=converted):
+            t = t[:, :, ::stride]
+            if net is converted:
+                return checkpoint(net, t, use_reentrant=False, context_fn=contexts)
+            return net(t)
+
+        assert_same_step(copy.deepcopy(plain), converted, x, call)
+
+
+# Functions that free or replace their inputs.
+
+
+class Reversible(torch.autograd.Function):
+    """`y1 = x1 + f(x2)`, `y2 = x2 + g(y1)`; the backward computes x from y.
+
+    `free` frees a tensor that the forward no longer needs.
+    """
+
+    @staticmethod
+    def forward(ctx, x, f, g, free, *parameters):
+        x1, x2 = (t.contiguous() for t in x.chunk(2, dim=1))
+        y1 = x1 + f(x2)
+        y2 = x2 + g(y1)
+        y = torch.cat((y1, y2), dim=1)
+        for t in (x1, x2, y1, y2):
+            free(t)
+        ctx.save_for_backward(y)
+        ctx.f, ctx.g, ctx.parameters = f, g, parameters
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y1, y2 = (t.contiguous() for t in ctx.saved_tensors[0].chunk(2, dim=1))
+        with torch.no_grad():
+            x2 = y2 - ctx.g(y1)
+            x1 = y1 - ctx.f(x2)
+        with torch.enable_grad():
+            x1, x2 = x1.requires_grad_(), x2.requires_grad_()
+            y1 = x1 + ctx.f(x2)
+            y = torch.cat((y1, x2 + ctx.g(y1)), dim=1)
+        inputs = (x1, x2, *ctx.parameters)
+        dx1, dx2, *found = torch.autograd.grad(y, inputs, dy)
+        return torch.cat((dx1, dx2), dim=1), None, None, None, *found
+
+
+class Invertible(torch.autograd.Function):
+    """`x + 1`, which frees its input; the backward restores it for what came before."""
+
+    @staticmethod
+    def forward(ctx, x, free):
+        y = x.detach() + 1
+        free(x)
+        ctx.kept = x, y
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, y = ctx.kept
+        x.untyped_storage().resize_(y.untyped_storage().nbytes())
+        with torch.no_grad():
+            x.set_(y - 1)
+        return dy * 2, None
+
+
+def empty(t):
+    t.set_()
+
+
+def empty_storage(t):
+    t.untyped_storage().resize_(0)
+
+
+def empty_data(t):
+    t.data = torch.empty(0)
+
+
+def replace(t):
+    with torch.no_grad():
+        t.set_(torch.zeros_like(t))
+
+
+FREES = [empty, empty_storage, empty_data, replace]
+
+
+class ReversibleNet(nn.Module):
+    def __init__(self, free, calls_module=True):
+        super().__init__()
+        self.stem, self.head = Block(), Block()
+        self.stem.conv = nn.Conv2d(4, 8, 3, padding=1)
+        self.head.bn, self.head.conv = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1)
+        self.parts = nn.ModuleList(Block() for _ in range(4))
+        self.free, self.calls_module = free, calls_module
+
+    def run(self, block, x):
+        return block(x) if self.calls_module else block.conv(F.relu(block.bn(x)))
+
+    def forward(self, x):
+        h = self.stem(x)
+        for f, g in zip(self.parts[::2], self.parts[1::2], strict=True):
+            parameters = *f.parameters(), *g.parameters()
+            functions = partial(self.run, f), partial(self.run, g)
+            h = Reversible.apply(h, *functions, self.free, *parameters)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("free", FREES, ids=lambda f: f.__name__)
+def test_reversible_blocks_that_free_what_they_computed(free, memory):
+    for calls_module in (True, False):
+        plain = ReversibleNet(free, calls_module)
+        converted = pk.convert(copy.deepcopy(plain), memory=memory)
+        assert_same_step(plain, converted, torch.randn(2, 4, 6, 6))
+        assert len(pk.conversion_report(converted).fused) == (6 if calls_module else 2)
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                x = torch.randn(2, 4, 6, 6).double()
+                torch.testing.assert_close(converted(x), plain(x), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_reversible_blocks_inside_of_a_checkpoint(use_reentrant):
+    plain = ReversibleNet(empty)
+    converted, call = pk.convert(copy.deepcopy(plain)), partial(around, 1, use_reentrant)
+    assert_same_step(plain, converted, torch.randn(2, 4, 6, 6), call, has_buffers=False)
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("free", FREES[:2], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("what", ["sum", "conv", "norm", "stage"])
+def test_functions_that_free_their_input(what, free, memory):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x):
+            first, second, last = self.blocks
+            if what == "norm":
+                h = first.bn(x)
+            else:
+                h = first(x) if what == "conv" else first(x) + x
+                h = second(h) + h if what == "stage" else h
+            return last(Invertible.apply(h, free))
+
+    plain = Net()
+    converted = pk.convert(copy.deepcopy(plain), memory=memory)
+    assert_same_step(plain, converted, torch.randn(2, 4, 6, 6))
+
+
+@pytest.mark.parametrize("enables_grad", [False, True])
+def test_what_a_function_computes_is_plain(enables_grad):
+    """A function may pass what its forward computes to code that no region sees."""
+    block, seen = Block(), []
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch.enable_grad() if enables_grad else contextlib.nullcontext():
+                y = F.relu(block.bn(x.detach()))
+            seen.append(type(y))
+            return y.detach()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    x = torch.randn(2, 4, 6, 6, requires_grad=True)
+    for mode in (contextlib.nullcontext(), torch.inference_mode(), torch.no_grad()):
+        with mode, pk.fuse():
+            triple(Inner.apply(x))
+    assert seen == [torch.Tensor] * 3
+
+
+def test_functions_of_other_threads_change_nothing():
+    block, x = Block(), torch.randn(2, 4, 6, 6, requires_grad=True)
+    with pk.fuse():
+        h = F.relu(block.bn(x))
+        thread = threading.Thread(target=lambda: triple(x.detach().requires_grad_()))
+        thread.start()
+        thread.join()
+        assert type(h) is not torch.Tensor
+        y = block.conv(h)
+    torch.testing.assert_close(y, block(x))
+
+
+@pytest.mark.parametrize("memory", MODES)
+@pytest.mark.parametrize("change", [empty, empty_storage, replace, lambda t: t.detach().add_(1)])
+def test_what_no_operator_saves_may_change_behind_a_function(change, memory):
+    """A norm saves the sum, and not what was added."""
+
+    class Net(Block):
+        def forward(self, x):
+            a, b = super().forward(x), x * 2
+            y = triple(self.bn(a + b))
+            change(a)
+            change(b)
+            return y
+
+    plain = Net()
+    converted = pk.convert(copy.deepcopy(plain), memory=memory)
+    assert_same_step(plain, converted, torch.randn(2, 4, 6, 6))
+
+
+def test_what_a_backward_computes_again_must_not_be_freed():
+    block, x = Block(), torch.randn(2, 4, 6, 6)
+    with pk.fuse():
+        a = block(x)
+        y = triple(torch.cat((a, x), dim=1))
+        a.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="was freed before it was computed again"):
+        y.sum().backward()
+
+
+def test_an_input_that_is_replaced_in_inference_mode_is_refused():
+    """Such tensors have no version, and no region sees `set_`."""
+    block, x = Block(), torch.randn(2, 4, 6, 6)
+    with pytest.raises(RuntimeError, match="modified by an inplace"), torch.inference_mode():
+        x = x * 1
+        with pk.fuse():
+            y = block(x) + x
+            x.set_(torch.zeros_like(x))
+            y.sum()

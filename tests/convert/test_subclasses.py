@@ -1,0 +1,356 @@
+"""Converted models take subclasses of Tensor and give what plain PyTorch gives."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import preact_kernels as pk
+from tests.convert.packages import monai
+from tests.convert.random_model_parts import Marked, marked
+from tests.convert.trial import Subject, assert_alike
+
+pytestmark = pytest.mark.backends("cpu")
+
+
+class Inherited(Tensor):
+    """A class without a function of its own."""
+
+
+class Image(Tensor):
+    """A class whose results take all attributes of the first argument, as those of fastai."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+        if isinstance(y, Image):
+            y.__dict__ = copy.copy(first.__dict__)
+        return y
+
+
+class WithoutFunction(Tensor):
+    """A class whose results are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Doubling(Tensor):
+    """A class that doubles the results of ReLU."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        return y * 2 if func is F.relu else y
+
+
+class Halving(Tensor):
+    """A class that halves the inputs of ReLU."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.relu:
+            args = (args[0].as_subclass(Tensor) / 2, *args[1:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Refusing(Tensor):
+    """A class that has no sums."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.add, Tensor.add):
+            raise NotImplementedError("no sums")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Named(Marked):
+    """A class with methods of its own, and others than those of Tensor."""
+
+    @property
+    def title(self):
+        return f"mark {self.mark}"
+
+    @title.setter
+    def title(self, text):
+        self.mark = len(text)
+
+    def clone(self, **kwargs):
+        return super().clone(**kwargs) * 2
+
+    def halved(self):
+        return self / 2
+
+    def __len__(self):
+        return 7
+
+    def __mul__(self, other):
+        return super().__mul__(other) + 1
+
+
+class Slots(Tensor):
+    """A class without a dictionary of attributes."""
+
+    __slots__ = ("note",)
+
+
+class Dispatching(Tensor):
+    """A class whose operations are its own."""
+
+    @staticmethod
+    def __new__(cls, t):
+        self = Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype)
+        self.inner = t
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = lambda t: t.inner if type(t) is cls else t  # noqa: E731
+        args = torch.utils._pytree.tree_map(inner, args)
+        return func(*args, **(kwargs or {}))
+
+
+class Net(nn.Module):
+    """Two units; `between` is called with what the first one returns."""
+
+    def __init__(self, between, dims=2, norm=None):
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        norm = norm or (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+        self.stem = conv(2, 4, 3, padding=1)
+        self.norm1, self.conv1 = norm(4), conv(4, 4, 3, padding=1)
+        self.norm2, self.conv2 = norm(4), conv(4, 4, 1)
+        self.between = [between]
+
+    def forward(self, x):
+        x = self.stem(x)
+        h = self.conv1(F.relu(self.norm1(x)))
+        h = self.between[0](self, h)
+        return x + self.conv2(F.relu(self.norm2(h)))
+
+
+def same(net, h):
+    return h
+
+
+def images(randn, kind=Marked, size=(5, 6), channels_last=False):
+    x = randn(2, 2, *size)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return marked(x, kind).requires_grad_()
+
+
+def run(between=same, kind=Marked, fused=2, dims=2, norm=None, **options):
+    """Compares a converted network with the plain one; returns the last report."""
+    size = {1: (7,), 2: (5, 6), 3: (3, 4, 5)}[dims]
+    make = partial(images, kind=kind, size=size, channels_last=options.pop("channels_last", False))
+    trial = assert_alike(Subject(partial(Net, between, dims, norm), make_input=make, **options))
+    report = trial.reports[-1]
+    assert len(report.fused) == fused, str(report)
+    return report
+
+
+@pytest.mark.parametrize("kind", [Marked, Image, Inherited, WithoutFunction, Named])
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_results_have_the_class_and_the_attributes_of_plain_pytorch(kind, memory):
+    run(kind=kind, MEMORY=memory)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_sequences_and_volumes(dims):
+    run(dims=dims)
+
+
+def test_channels_last():
+    run(channels_last=True)
+
+
+@pytest.mark.parametrize("norm", [partial(nn.GroupNorm, 2), nn.InstanceNorm2d])
+def test_other_norms(norm):
+    run(norm=norm)
+
+
+def test_within_fuse():
+    assert_alike(Subject(partial(Net, same), make_input=images, MODE="fuse"))
+
+
+def note(net, h):
+    net.found = isinstance(h, Marked), isinstance(h, Inherited), h.__class__.__name__
+    return h
+
+
+def keep(net, h):
+    net.kept = h
+    return h
+
+
+def write(net, h):
+    h += 1
+    return h.mul_(1.5)
+
+
+def write_to_plain(net, h):
+    plain = F.relu(net.norm1(torch.ones(2, 4, 5, 6, dtype=h.dtype, requires_grad=True) * 0.5))
+    net.kept = other = plain
+    plain += h
+    return plain + other
+
+
+def add_modulation(net, h):
+    rows = h.mean((2, 3), keepdim=True)
+    return F.silu(torch.addcmul(rows, net.norm1(h), 1 + rows))
+
+
+def multiply_by_sigmoid(net, h):
+    h = net.norm1(h)
+    h = h * torch.sigmoid(h)
+    return torch.cat([h, h], 1)[:, :4]
+
+
+class Square(torch.autograd.Function):
+    """A function that sees the class of its argument."""
+
+    @staticmethod
+    def forward(ctx, t):
+        ctx.save_for_backward(t)
+        return t * t * (2 if isinstance(t, Marked) else 1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        note,
+        keep,
+        write,
+        write_to_plain,
+        add_modulation,
+        multiply_by_sigmoid,
+        lambda net, h: F.max_pool2d(h, 1),
+        lambda net, h: F.interpolate(h, scale_factor=2)[..., ::2, ::2].contiguous(),
+        lambda net, h: h * h.mark,
+        lambda net, h: Square.apply(h),
+        lambda net, h: h.as_subclass(Tensor) + 0,
+        lambda net, h: torch.stack([h, h]).sum(0),
+        lambda net, h: F.dropout(F.relu(net.norm1(h)), 0.3, net.training),
+    ],
+)
+def test_models_that_use_results(between):
+    run(between)
+
+
+def set_title(net, h):
+    h.title = "four"
+    return h
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda net, h: h.clone(),
+        lambda net, h: h.halved(),
+        lambda net, h: h * len(h),
+        lambda net, h: h * len(h.title),
+        set_title,
+    ],
+)
+def test_what_a_class_adds_or_overrides(between):
+    run(between, Named)
+
+
+def test_autocast_and_evaluation():
+    def call(net, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return net(x)
+
+    run(call=call)
+
+
+@pytest.mark.parametrize("kind", [Doubling, Halving])
+def test_a_class_that_changes_results_runs_plain(kind):
+    report = run(kind=kind, fused=0)
+    assert f"{kind.__name__}, whose __torch_function__ does more than call relu" in str(report)
+
+
+def test_errors_of_a_class_are_raised():
+    net = pk.convert(Net(same))
+    with pytest.raises(NotImplementedError, match="no sums"):
+        net(torch.randn(2, 2, 5, 6).as_subclass(Refusing))
+    assert net.norm2.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("kind", [Slots, Dispatching])
+def test_reports_name_a_class_that_is_not_served(kind):
+    class Unit(nn.Sequential):
+        def forward(self, x):
+            x = x.as_subclass(Slots) if kind is Slots else Dispatching(x)
+            return super().forward(x)
+
+    net = pk.convert(Unit(nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 4, 3)))
+    x = torch.randn(2, 2, 5, 6)
+    y = net(x)
+    torch.testing.assert_close(y.as_subclass(Tensor), copy.deepcopy(pk.revert(net))(x))
+    net = pk.convert(net)
+    net(x)
+    (site,) = pk.conversion_report(net)
+    assert not site.fused and kind.__name__ in site.reason and "pass " in site.reason
+
+
+def test_parameters_of_a_class_are_named():
+    net = pk.convert(nn.Sequential(nn.BatchNorm2d(2), nn.ReLU()))
+    net[0].weight = nn.Parameter(torch.ones(2).as_subclass(Inherited))
+    net(torch.randn(2, 2, 5, 6))
+    (site,) = pk.conversion_report(net)
+    assert site.reason == "its parameters are of the class Inherited"
+
+
+def test_no_operations_on_the_meta_device_are_seen():
+    found = set()
+
+    class Devices(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.update(a.device.type for a in args if isinstance(a, Tensor))
+            return func(*args, **(kwargs or {}))
+
+    net = pk.convert(Net(same))
+    with Devices():
+        y = net(images(torch.randn))
+    assert len(pk.conversion_report(net).fused) == 2 and type(y) is Marked
+    assert found == {"cpu"}
+
+
+def test_as_little_is_kept_as_for_plain_tensors():
+    net = pk.convert(Net(same))
+    x = torch.randn(2, 2, 5, 6)
+    assert pk.saved_bytes(net, marked(x)) == pk.saved_bytes(net, x)
+
+
+def test_meta_tensors_of_monai():
+    pytest.importorskip("monai")
+    from monai.data import MetaTensor
+
+    model = monai("SegResNet", spatial_dims=3, init_filters=8, blocks_down=(1, 2), blocks_up=(1,))
+    x, affine = torch.randn(2, 1, 8, 8, 8), 2 * torch.eye(4)
+    results = []
+    for net in (copy.deepcopy(model), pk.convert(model)):
+        image = MetaTensor(x, affine, meta={"name": "scan"})
+        image.is_batch = True
+        results.append(net.double()(image.double()))
+        results[-1].sum().backward()
+    plain, fused = results
+    assert len(pk.conversion_report(model).fused) == 9
+    assert type(fused) is MetaTensor and fused.is_batch and fused.meta.keys() == plain.meta.keys()
+    assert torch.equal(fused.affine, affine.double()) and fused.meta["name"] == "scan"
+    torch.testing.assert_close(fused.as_tensor(), plain.as_tensor())
+
+
+def test_the_check_on_an_example():
+    net = pk.convert(Net(same), example_inputs=images(torch.randn))
+    net(images(torch.randn))
+    assert len(pk.conversion_report(net).fused) == 2
