@@ -427,6 +427,7 @@ class _ToChannelsLast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t, values=None):
+        ctx.set_materialize_grads(False)
         return (_nhwc(t) if values is None else values).detach()
 
     @staticmethod

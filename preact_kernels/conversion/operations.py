@@ -97,10 +97,13 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx, x, bits, factor):
         ctx.save_for_backward(bits)
         ctx.factor = factor
+        ctx.set_materialize_grads(False)
         return x * Mask(bits, factor).noise(x)
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:
+            return None, None, None
         (bits,) = ctx.saved_tensors
         return dy * Mask(bits, ctx.factor).noise(dy), None, None
 

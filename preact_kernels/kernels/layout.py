@@ -36,6 +36,19 @@ def nhwc(t: Tensor) -> Tensor:
     return t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
 
 
+def as_torch_nhwc(t: Tensor) -> Tensor:
+    """`nhwc(t)`, with the strides of a new tensor also at axes of size 1.
+
+    PyTorch reads the memory format from all strides. The backward of its batch norm is wrong where
+    the formats of `t` and the gradient seem to differ and do not, or the reverse, unless `t` has
+    these strides.
+    """
+    t = nhwc(t)
+    if 1 not in t.shape or t.stride() == strides(t.shape, True):
+        return t
+    return t.clone(memory_format=CHANNELS_LAST[t.dim()])
+
+
 def nchw(t: Tensor) -> Tensor:
     """`t` dense in NCHW (or NCDHW) order; `t` itself if it is already."""
     return t.contiguous()
@@ -62,8 +75,10 @@ def as_image(t: Tensor) -> Tensor:
 
 def dense(t: Tensor, planar: bool = False) -> Tensor:
     """`[N, C, ...]` dense in NHWC order, or NCHW if `planar`, with four or five dimensions."""
-    if t.dim() < 4:
-        t = t.reshape(*t.shape[:2], 1, t.shape[2] if t.dim() == 3 else 1)
+    if t.dim() == 2:
+        t = t[:, :, None, None]
+    elif t.dim() == 3:
+        t = t.unsqueeze(2)  # keeps the strides, which `reshape` does not where N is 1
     return nchw(t) if planar else nhwc(t)
 
 

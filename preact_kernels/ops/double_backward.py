@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Activation, Norm
 from preact_kernels.kernels.reference.activations import activate
 from preact_kernels.torch_compat import is_transformed
@@ -26,6 +27,7 @@ def differentiable_norm_act(
     """
     if process_group is not None:
         raise NotImplementedError("double backward through a SyncBatchNorm is not supported")
+    x = layout.as_torch_nhwc(x)
     weight, bias, eps = norm.weight, norm.bias, norm.eps
     mean, var = (None, None) if training else (norm.mean, norm.var)
     # Some transforms refuse a batch norm of a half precision with float32 parameters.
@@ -62,8 +64,8 @@ def gradients(
         return [None for _ in inputs]
     is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, as one tensor may have several places.
-        views = [None if t is None else t.view_as(t) for t in inputs]
+        # Views, as one tensor may have several places. `view_as` may change strides where N is 1.
+        views = [None if t is None else torch.ops.aten.alias(t) for t in inputs]
         wanted = [cast(Tensor, v) for v, n in zip(views, needed, strict=True) if n]
         for v in wanted:
             if not v.requires_grad:  # the tensor was frozen after the forward

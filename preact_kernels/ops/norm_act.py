@@ -174,6 +174,7 @@ class NormActFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, weight, bias, mean, var):
         ctx.call = call
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, mean, var)
         norm = Norm(mean, var, weight, bias, call.eps, *call.activation)
         y = call.kernels.norm_act_forward(call.image(x), norm)
@@ -181,6 +182,8 @@ class NormActFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:  # as behind a convolution in a double backward
+            return None, None, None, None, None, None
         x, weight, bias, mean, var = ctx.saved_tensors
         call = ctx.call
         # Hooks of saved tensors may return another memory format.
@@ -192,7 +195,8 @@ class NormActFunction(torch.autograd.Function):
             def forward(x, weight, bias):
                 norm = Norm(mean, var, weight, bias, call.eps, *call.activation)
                 shared = call.groups, call.training, call.process_group
-                return differentiable_norm_act(x, norm, *shared).reshape(dy.shape)
+                y = differentiable_norm_act(x, norm, *shared)
+                return y if call.dims > 3 else y.reshape(dy.shape)
 
             grads = gradients(forward, (x, weight, bias), ctx.needs_input_grad[1:4], dy)
             return None, *grads, None, None

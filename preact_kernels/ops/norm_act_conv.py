@@ -89,6 +89,7 @@ class NormActConvFunction(torch.autograd.Function):
     def forward(ctx, call, *tensors):
         x, weight, bias, conv_weight, conv_bias, residual, mean, var, bits = tensors
         ctx.call = call
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, conv_weight, mean, var, bits)
         norm = Norm(mean, var, weight, bias, call.eps, *call.unit.activation)
         y = call.forward(Inputs(x, norm, conv_weight), Epilogue(conv_bias, residual), bits)
@@ -97,6 +98,8 @@ class NormActConvFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        if dy is None:  # as behind a convolution in a double backward
+            return None, None, None, None, None, None, None, None, None, None
         x, weight, bias, conv_weight, mean, var, bits = ctx.saved_tensors
         x = layout.nhwc(x)  # hooks of saved tensors may return another memory format
         call, needed = ctx.call, ctx.needs_input_grad[1:]
@@ -104,25 +107,28 @@ class NormActConvFunction(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, needs_conv, needs_conv_bias, needs_residual, *_ = needed
         dy = dy.unsqueeze(2) if call.dims == 3 else dy
         dresidual = dy if needs_residual else None
-        pixels = (0, *range(2, dy.dim()))
         norm = Norm(mean, var, weight, bias, call.eps, *unit.activation)
         if runs_plain_backward(dy):
             mask = call.mask(bits)
+            # No gradient depends on the values of the convolution's bias.
+            zeros = None
+            if needs_conv_bias:
+                zeros = conv_weight.new_zeros(conv_weight.shape[0], requires_grad=True)
 
-            def forward(x, weight, bias, conv_weight):
+            def forward(x, weight, bias, conv_weight, conv_bias):
                 norm = Norm(mean, var, weight, bias, call.eps, *unit.activation)
                 shared = groups, unit.uses_batch, unit.process_group
                 a = differentiable_norm_act(x, norm, *shared)
                 if mask is not None:
                     a = a * mask.noise(x)
                 a = a.to(unit.dtype)
-                return convolve(a, conv_weight.to(a.dtype), None, *unit.conv)
+                conv_bias = None if conv_bias is None else conv_bias.to(a.dtype)
+                return convolve(a, conv_weight.to(a.dtype), conv_bias, *unit.conv)
 
             with torch.autocast(x.device.type, enabled=False):
-                inputs = (x, weight, bias, conv_weight)
-                grads = gradients(forward, inputs, needed[:4], dy.to(unit.dtype))
-            dconv_bias = dy.sum(pixels).to(unit.dtype) if needs_conv_bias else None
-            return None, *grads, dconv_bias, dresidual, None, None, None
+                inputs = (x, weight, bias, conv_weight, zeros)
+                grads = gradients(forward, inputs, needed[:5], dy.to(unit.dtype))
+            return None, *grads, dresidual, None, None, None
         dense_dy = layout.nhwc(dy)
         dx = dweight = dbias = dconv_weight = dconv_bias = None
         wanted = Wanted(needs_x or needs_weight or needs_bias, needs_conv)
@@ -143,7 +149,7 @@ class NormActConvFunction(torch.autograd.Function):
             if is_volume:
                 dx = layout.from_image(dx, x.shape, True)
         if needs_conv_bias:
-            dconv_bias = dense_dy.sum(pixels).to(unit.dtype)
+            dconv_bias = dense_dy.sum((0, *range(2, dy.dim()))).to(unit.dtype)
         parameters = dweight, dbias, dconv_weight, dconv_bias
         return None, dx, *parameters, dresidual, None, None, None
 
