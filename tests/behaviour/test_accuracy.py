@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import preact_kernels as pk
 from preact_kernels import __main__ as command
+from preact_kernels import torch_compat
 from preact_kernels.accuracy import check, oracle
 from preact_kernels.accuracy.cases import KINDS
 from preact_kernels.kernels import cpu
@@ -51,9 +52,17 @@ KIND_OF = {
 
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_right(kind, training_dtype):
+def test_every_kind_is_right(kind, training_dtype, monkeypatch):
+    monkeypatch.setattr(torch_compat, "has_amx", lambda: False)
     cell = check.check_kind(dispatch.current(), kind, check.Column(training_dtype))
     assert cell is None or not cell.faults
+
+
+@needs_cpu_library
+def test_large_weights_are_right_where_the_processor_has_amx(monkeypatch):
+    """There they are left to PyTorch's convolution."""
+    monkeypatch.setattr(torch_compat, "has_amx", lambda: True)
+    assert not check.check_kind("cpu", "large weight", check.Column(torch.bfloat16)).faults
 
 
 def first_tensor(results):
@@ -400,7 +409,7 @@ def test_the_cases_reach_every_operation_of_the_cpu_library():
                 oracle.evaluate(case.fused, case.inputs)
 
 
-def test_the_command_lists_every_backend_with_the_reason(capsys):
+def test_the_command_lists_every_backend_with_the_reason(processor, capsys):
     assert command.main([]) == 0
     printed = capsys.readouterr().out
     assert f"preact_kernels {pk.__version__}" in printed
@@ -412,7 +421,9 @@ def test_the_command_lists_every_backend_with_the_reason(capsys):
     assert "PyTorch convolution" in printed
 
 
-def test_a_source_tree_that_hides_the_installed_package_is_named(monkeypatch, tmp_path, capsys):
+def test_a_source_tree_that_hides_the_installed_package_is_named(
+    processor, monkeypatch, tmp_path, capsys
+):
     monkeypatch.syspath_prepend(tmp_path)
     command.main([])
     assert "hides" not in capsys.readouterr().out
