@@ -529,6 +529,31 @@ def rounded_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: An
     return F.conv2d(*wide, *geometry).to(x.dtype)
 
 
+def conv2d_inside_the_image(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation=1, groups=1
+) -> Tensor:
+    """`F.conv2d`, in which a tap outside of the image adds nothing, not even 0 times infinity.
+
+    In PyTorch that depends on the processor.
+    """
+    assert dilation == groups == 1
+    strides, paddings = (v if isinstance(v, tuple) else (v, v) for v in (stride, padding))
+    sides = [*zip(x.shape[2:], weight.shape[2:], strides, paddings, strict=True)]
+    sizes = [(length + 2 * p - taps) // step + 1 for length, taps, step, p in sides]
+    y = torch.zeros(len(x), len(weight), *sizes, dtype=x.dtype)
+    for tap in itertools.product(*map(range, weight.shape[2:])):
+        read, missing = [], []
+        for t, size, (length, _, step, p) in zip(tap, sizes, sides, strict=True):
+            outputs = [i for i in range(size) if 0 <= i * step + t - p < length]
+            read.append([i * step + t - p for i in outputs])
+            missing.append((outputs[0], size - 1 - outputs[-1]) if outputs else None)
+        if None not in missing:
+            a = x[:, :, read[0]][..., read[1]]
+            part = torch.einsum("nchw,kc->nkhw", a, weight[(..., *tap)])
+            y = y + F.pad(part, (*missing[1], *missing[0]))
+    return y if bias is None else y + bias.view(-1, 1, 1)
+
+
 def plain_bn_relu_conv2d(
     x,
     conv_weight,

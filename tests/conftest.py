@@ -15,7 +15,8 @@ else:
 os.environ.setdefault("PREACT_KERNELS_POISON", "1")  # see poisoned_memory
 
 import preact_kernels as pk
-from preact_kernels.kernels import cuda
+from preact_kernels import torch_compat
+from preact_kernels.kernels import cpu, cuda, pytorch_conv
 from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, covering, device_of
 from tests.kernels.cuda_on_host import serve_cpu
@@ -156,6 +157,50 @@ def ieee_products(monkeypatch):
     """Products of float32 in float32, where there are such; the interpreter has no others."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", IS_INTERPRETED)
     monkeypatch.setattr(cuda, "_may_round_to_tf32", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def route_of_any_processor(monkeypatch):
+    """Fails a test of a convolution that only some processors leave to PyTorch.
+
+    Such a test takes the fixture `processor`, or says what `has_amx` answers.
+    """
+    has_amx, is_faster = torch_compat.has_amx, cpu.CPUKernels._is_faster
+
+    def checked(*arguments):
+        if torch_compat.has_amx is has_amx:
+            answers = set()
+            for answer in (False, True):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(torch_compat, "has_amx", lambda answer=answer: answer)
+                    answers.add(is_faster(*arguments))
+            assert len(answers) == 1, "the convolution depends on AMX: take the fixture `processor`"
+        return is_faster(*arguments)
+
+    monkeypatch.setattr(cpu.CPUKernels, "_is_faster", checked)
+
+
+# Whether the processor has AMX, and threads: what decides which convolution runs on an instruction
+# set.
+PROCESSORS = {"no_amx": (False, 1), "two_threads": (False, 2), "amx": (True, 1)}
+
+
+@pytest.fixture(params=PROCESSORS.values(), ids=PROCESSORS)
+def processor(request, monkeypatch):
+    """Each processor in turn."""
+    has_amx, threads = request.param
+    monkeypatch.setattr(torch_compat, "has_amx", lambda: has_amx)
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def every_weight_is_fused(monkeypatch):
+    """On every processor: a convolution of PyTorch fails."""
+    for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
+        monkeypatch.delattr(pytorch_conv, name)
+    monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
 
 
 @pytest.fixture

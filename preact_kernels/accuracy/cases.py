@@ -26,6 +26,7 @@ class Column(NamedTuple):
 
     dtype: torch.dtype
     tf32: bool = False
+    device_type: str = "cpu"
 
     def __str__(self) -> str:
         return "TF32" if self.tf32 else dtype_name(self.dtype)
@@ -34,6 +35,11 @@ class Column(NamedTuple):
     def is_coarse(self) -> bool:
         """Whether products round so much that they decide the signs of many ReLU inputs."""
         return self.tf32 or self.dtype in HALF
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether problems must be small: plain convolutions in float16 are slow on many CPUs."""
+        return self.dtype == torch.float16 and self.device_type == "cpu"
 
 
 class Case(NamedTuple):
@@ -153,18 +159,20 @@ def _conv(
     size: int,
     *given: str,
     norm: str = "batch",
-    image: tuple[int, int] = (8, 8),
+    image: tuple[int, int] | None = None,
     training: bool = True,
     **options: Any,
 ) -> Case:
     """A unit with the optional inputs that are named."""
+    images = 2 if column.is_slow else 4
+    image = image or ((4, 4) if column.is_slow else (8, 8))
     options = {"padding": size // 2, "bias": False, **options}
     conv = nn.Conv2d(channels, out_channels, size, **options)
     activation = "relu" if norm == "batch" else "silu"
     module = NormActConv(_norm_module(norm, channels), activation, conv).train(training)
-    inputs = {"x": _images(4, channels, *image), **_modulation(given, 4, channels)}
+    inputs = {"x": _images(images, channels, *image), **_modulation(given, images, channels)}
     if "residual" in given:
-        inputs["residual"] = torch.randn(4, out_channels, *image)
+        inputs["residual"] = torch.randn(images, out_channels, *image)
     stride = f", stride {conv.stride[0]}" if conv.stride[0] > 1 else ""
     name = f"{channels} to {out_channels} channels, {size}x{size}, image {image[0]}x{image[1]}"
     return _case(name + stride, module, column, inputs)
@@ -225,7 +233,8 @@ def _stage(
     if projects:
         blocks[0] = block(32, width, stride=2)
     stage = PreActStage(blocks, **options)
-    x = _images(4, 32 if projects else channels, 8, 8)
+    images, size = (2, 4) if column.is_slow and not projects else (4, 8)
+    x = _images(images, 32 if projects else channels, size, size)
     randomised(stage)
     if column.is_coarse:
         _away_from_kinks(stage)
@@ -251,10 +260,11 @@ def _convs(
 
 
 def _many_pixels(column: Column) -> list[Case]:
+    width = 16 if column.is_slow else 32
     return [
         _conv(column, 16, 16, 3, "residual", image=(32, 32)),
         _conv(column, 16, 64, 1, image=(32, 32)),
-        _conv(column, 32, 32, 3, image=(32, 32), norm="group"),
+        _conv(column, width, width, 3, image=(32, 32), norm="group"),
     ]
 
 
@@ -296,7 +306,7 @@ KINDS: dict[str, Callable[[Column], list[Case]]] = {
     "strided convolution": _each(
         _convs((64, 128), size=1, stride=2), _convs((32, 64), size=3, stride=2)
     ),
-    "large weight": _each(_convs((256, 256), size=3), _convs((512, 512), size=1)),
+    "large weight": _each(_convs((128, 128), size=3), _convs((512, 256), size=1)),
     "many pixels": _many_pixels,
     "groups, dilation, bias": _each(
         _convs((48, 32), size=3, groups=4, bias=True),

@@ -59,9 +59,10 @@ def device_of(backend: dispatch.Backend) -> torch.device:
 
 def columns_of(backend: dispatch.Backend) -> list[Column]:
     """The dtypes that a backend serves."""
-    found = [Column(dtype) for dtype in backend.dtypes]
-    if device_of(backend).type == "cuda":
-        found.insert(1, Column(torch.float32, tf32=True))
+    device_type = device_of(backend).type
+    found = [Column(dtype, device_type=device_type) for dtype in backend.dtypes]
+    if device_type == "cuda":
+        found.insert(1, Column(torch.float32, True, device_type))
     return found
 
 

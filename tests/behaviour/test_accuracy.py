@@ -7,14 +7,17 @@ import re
 import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import preact_kernels as pk
 from preact_kernels import __main__ as command
+from preact_kernels import torch_compat
 from preact_kernels.accuracy import check, oracle
 from preact_kernels.accuracy.cases import KINDS
 from preact_kernels.kernels import cpu
@@ -26,7 +29,7 @@ from tests.kernels.cuda_conv_cases import as_tf32
 needs_cpu_library = pytest.mark.skipif(
     bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}"
 )
-FLOAT32 = check.Column(torch.float32)
+FLOAT32, FLOAT16 = check.Column(torch.float32), check.Column(torch.float16)
 # A kind of case that reaches each function of a backend.
 KIND_OF = {
     "bn_stats": "batch norm, ReLU",
@@ -49,9 +52,17 @@ KIND_OF = {
 
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_right(kind, training_dtype):
+def test_every_kind_is_right(kind, training_dtype, monkeypatch):
+    monkeypatch.setattr(torch_compat, "has_amx", lambda: False)
     cell = check.check_kind(dispatch.current(), kind, check.Column(training_dtype))
     assert cell is None or not cell.faults
+
+
+@needs_cpu_library
+def test_large_weights_are_right_where_the_processor_has_amx(monkeypatch):
+    """There they are left to PyTorch's convolution."""
+    monkeypatch.setattr(torch_compat, "has_amx", lambda: True)
+    assert not check.check_kind("cpu", "large weight", check.Column(torch.bfloat16)).faults
 
 
 def first_tensor(results):
@@ -74,15 +85,19 @@ def plant(name, monkeypatch, fault):
     monkeypatch.setattr(kernels, name, faulty)
 
 
-def wrong_by_one_percent(t):
-    t[t != 0] = 0 if t.dtype == torch.uint8 else t[t != 0] * 1.01
+def wrong_by(share, t):
+    t[t != 0] = 0 if t.dtype == torch.uint8 else t[t != 0] * (1 + share)
+
+
+wrong_by_one_percent = partial(wrong_by, 0.01)
 
 
 @needs_cpu_library
+@pytest.mark.parametrize(("column", "share"), [(FLOAT32, 0.01), (FLOAT16, 0.1)], ids=str)
 @pytest.mark.parametrize("name", KIND_OF)
-def test_a_fault_in_each_function_of_a_backend_is_found(name, monkeypatch):
-    plant(name, monkeypatch, wrong_by_one_percent)
-    cell = check.check_kind("cpu", KIND_OF[name], FLOAT32)
+def test_a_fault_in_each_function_of_a_backend_is_found(name, column, share, monkeypatch):
+    plant(name, monkeypatch, partial(wrong_by, share))
+    cell = check.check_kind("cpu", KIND_OF[name], column)
     assert str(cell).startswith("MISS")
     assert all("allowed" in fault for fault in cell.faults)
 
@@ -143,7 +158,7 @@ def test_problems_of_a_case_have_an_x_of_their_own_in_both_memory_formats():
         assert not torch.equal(a, b)
 
 
-@pytest.mark.parametrize("column", [FLOAT32, check.Column(torch.float16)], ids=str)
+@pytest.mark.parametrize("column", [FLOAT32, FLOAT16], ids=str)
 def test_relus_of_blocks_have_inputs_of_both_signs_in_a_channel(column):
     for kind in ("bottlenecks", "basic blocks", "projections", "rebuilt residual stream"):
         for case in KINDS[kind](column):
@@ -156,10 +171,23 @@ def test_relus_of_blocks_have_inputs_of_both_signs_in_a_channel(column):
 
 
 def test_kinds_have_the_sizes_that_they_are_for():
-    (wide, *_), (many, *_) = (KINDS[kind](FLOAT32) for kind in ("large weight", "many pixels"))
-    assert wide.fused.conv.weight.numel() > 2**16  # limit of the direct convolutions of the CPU
-    assert many.inputs["x"].shape[2:].numel() >= 1024 and "residual" in many.inputs
+    for column in (FLOAT32, FLOAT16):
+        for case in KINDS["large weight"](column):
+            assert case.fused.conv.weight.numel() > 2**16  # of small weights on a CPU
+        (many, *_) = KINDS["many pixels"](column)
+        assert many.inputs["x"].shape[2:].numel() >= 1024 and "residual" in many.inputs
     assert all(c.inputs["x"].numel() >= cpu._LEAST_CONVERTED for c in KINDS["layouts"](FLOAT32))
+
+
+def test_problems_in_float16_on_a_cpu_have_few_multiplications():
+    """Some CPUs do 0.4 billion a second; a case runs 15 times, its backward is two forwards."""
+    with FlopCounterMode(display=False) as counter:
+        for make in KINDS.values():
+            for case in make(FLOAT16):
+                case.plain(**case.inputs)
+    assert 15 * 3 * counter.get_total_flops() / 2 < 3e9
+    (case,) = KINDS["convolution, evaluation"](FLOAT16._replace(device_type="cuda"))
+    assert case.inputs["x"].shape == (4, 64, 8, 8)
 
 
 @needs_cpu_library
@@ -381,7 +409,7 @@ def test_the_cases_reach_every_operation_of_the_cpu_library():
                 oracle.evaluate(case.fused, case.inputs)
 
 
-def test_the_command_lists_every_backend_with_the_reason(capsys):
+def test_the_command_lists_every_backend_with_the_reason(processor, capsys):
     assert command.main([]) == 0
     printed = capsys.readouterr().out
     assert f"preact_kernels {pk.__version__}" in printed
@@ -393,7 +421,9 @@ def test_the_command_lists_every_backend_with_the_reason(capsys):
     assert "PyTorch convolution" in printed
 
 
-def test_a_source_tree_that_hides_the_installed_package_is_named(monkeypatch, tmp_path, capsys):
+def test_a_source_tree_that_hides_the_installed_package_is_named(
+    processor, monkeypatch, tmp_path, capsys
+):
     monkeypatch.syspath_prepend(tmp_path)
     command.main([])
     assert "hides" not in capsys.readouterr().out

@@ -14,7 +14,15 @@ import torch
 from preact_kernels.kernels import cpu
 from tests.cases import covering
 
-# Tests of what kernels compute. The code above the kernels is the same for every instruction set.
+# PyTorch's convolutions are those of such a processor too: the largest one for oneDNN.
+ONEDNN = {
+    "generic": "SSE41",
+    "avx2": "AVX2",
+    "avx512": "AVX512_CORE",
+    "avx512_bf16": "AVX512_CORE_BF16",
+}
+# Tests of what kernels compute, and of where convolutions are left to PyTorch. The other code above
+# the kernels is the same for every instruction set.
 TESTS = {
     "ops/test_bn_relu": (
         "forward_backward_and_running_statistics",
@@ -30,7 +38,11 @@ TESTS = {
         "nan_and_inf_spread_as_in_eager",
         "an_infinite_weight_stays_inside_the_image",
         "an_infinite_gradient_stays_inside_the_image",
+        "which_results_are_not_finite_for_taps_outside_of_the_image",
+        "which_results_of_a_large_weight_are_not_finite",
     ),
+    "ops/test_backend": ("backend_for_says_which_convolution_runs",),
+    "behaviour/test_accuracy": ("large_weights_are_right_where_the_processor_has_amx",),
     "kernels/test_cpu_activations": (
         "values_and_derivatives_over_the_whole_range",
         "any_table_may_have_rows",
@@ -97,6 +109,7 @@ class EachInstructionSet:
             child = os.fork()
             if not child:
                 os.environ["PREACT_KERNELS_CPU_ISA"] = isa
+                os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN[isa]
                 assert cpu.kernels().instruction_set == isa
                 session.items[:] = differing(isa, session.items)
                 return None  # to pytest's own loop

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from preact_kernels.kernels import cpu, pytorch_conv
+from preact_kernels.kernels import cpu
 from preact_kernels.kernels.contract import Conv, Epilogue, Gradient, Inputs, Norm, Wanted
 from tests.cases import (
     INF,
     NAN,
     ConvCase,
+    conv2d_inside_the_image,
     conv_inputs,
     enough,
     in_dtype,
@@ -36,6 +37,7 @@ from tests.oracle import (
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}"),
     pytest.mark.backends("cpu"),
+    pytest.mark.usefixtures("every_weight_is_fused"),
 ]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,14 +67,6 @@ CASES = (
     ConvCase("1x1_two_groups", (1, 544, 25, 43), 544, 1),
     ConvCase("1x1_channels_5136_to_16", (1, 5136, 3, 3), 16, 1),
 )
-
-
-@pytest.fixture(autouse=True)
-def is_fused(monkeypatch):
-    """On every instruction set: a convolution of PyTorch fails."""
-    for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
-        monkeypatch.delattr(pytorch_conv, name)
-    monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
 
 
 def is_stationary(x, weight, stride=(1, 1)):
@@ -249,7 +243,6 @@ def test_a_pixel_that_is_not_finite_stays_where_it_is_read(
     {"x": inputs["x"], "dy": dy}[where][-1, 7, row, column] = INF
     arguments = {"training": False, **case.conv}
     found = evaluate(partial(pk.bn_relu_conv2d, **arguments), inputs, dy)
-    # In float32: eager's bfloat16 multiplies the padding.
-    wide = {n: t if t is None else t.float() for n, t in inputs.items()}
-    for name, t in evaluate(partial(plain_bn_relu_conv2d, **arguments), wide, dy.float()).items():
+    plain = partial(plain_bn_relu_conv2d, conv2d=conv2d_inside_the_image, **arguments)
+    for name, t in evaluate(plain, inputs, dy).items():
         assert torch.equal(found[name].isfinite(), t.isfinite()), name

@@ -12,7 +12,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 import preact_kernels as pk
 from preact_kernels import torch_compat
-from preact_kernels.kernels import cpu, cuda, pytorch_conv
+from preact_kernels.kernels import cpu, cuda
 from preact_kernels.kernels.contract import Conv, Unit
 from preact_kernels.ops import dispatch
 from tests.cases import (
@@ -22,6 +22,7 @@ from tests.cases import (
     SERVED_DTYPES,
     ConvCase,
     PlainBNReLUConv2d,
+    conv2d_inside_the_image,
     conv_inputs,
     enough,
     plain_bn_relu_conv2d,
@@ -35,6 +36,7 @@ from tests.oracle import (
     check_conv,
     distance,
     evaluate,
+    is_fused,
 )
 
 TYPICAL = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
@@ -159,14 +161,6 @@ CPU_PROBLEMS = [
 ]
 
 
-@pytest.fixture
-def every_weight_is_fused(monkeypatch):
-    """The CPU backend fuses large weights with small activations too."""
-    for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
-        monkeypatch.delattr(pytorch_conv, name)
-    monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
-
-
 @pytest.mark.backends("cpu")
 @needs_library
 @pytest.mark.parametrize("problem", CPU_PROBLEMS, ids=lambda p: f"{p[0].name}-{p[1]}")
@@ -232,7 +226,7 @@ def test_infinity_at_the_sides_of_an_odd_row(place, where, dtype):
     op = partial(pk.bn_relu_conv2d, training=False, padding=1)
     with pk.use_backend("cpu"):
         found = evaluate(op, inputs, dy)
-    plain = partial(plain_bn_relu_conv2d, training=False, padding=1)
+    plain = partial(plain_bn_relu_conv2d, conv2d=conv2d_inside_the_image, training=False, padding=1)
     full = {n: t if t is None else t.float() for n, t in inputs.items()}
     expected = evaluate(plain, full, dy.float())
     for name in ("y", "dx", "dconv_weight"):
@@ -369,15 +363,29 @@ def not_finite(conv_weight, dy, padding):
 # sides read nothing but the padding.
 @pytest.mark.backends("cpu", "triton", "cuda")
 @pytest.mark.parametrize("where", ["conv_weight", "dy"])
-@pytest.mark.parametrize("shape", [(16, 3, 1), (16, 1, 3), (16, 6, 5), (256, 3, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 3, 1), (16, 1, 3), (16, 6, 5)], ids=str)
 def test_which_results_are_not_finite_for_taps_outside_of_the_image(
     shape, where, dtype, monkeypatch
 ):
-    """The CPU library leaves them out; GPU backends may multiply weights by zeros there."""
+    check_taps_outside_of_the_image(shape, where, dtype, monkeypatch)
+
+
+@pytest.mark.backends("cpu")
+@pytest.mark.parametrize("where", ["conv_weight", "dy"])
+def test_which_results_of_a_large_weight_are_not_finite(where, dtype, processor, monkeypatch):
+    """In oneDNN's convolutions with AMX the padding takes part, as in PyTorch's without oneDNN."""
+    for is_enabled in (True, False):
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", is_enabled)
+        check_taps_outside_of_the_image((256, 3, 3), where, dtype, monkeypatch)
+
+
+def check_taps_outside_of_the_image(shape, where, dtype, monkeypatch):
+    """The CPU library leaves them out; GPU backends may multiply weights by zeros there.
+
+    Where PyTorch's convolution runs, they are what they are in plain PyTorch on this processor.
+    """
     monkeypatch.setattr(cuda, "_may_round_to_tf32", lambda: True)  # else PyTorch's convolution
     channels, height, width = shape
-    if dtype == torch.float64 or (channels > 64 and dispatch.current() != "cpu"):
-        pytest.skip("PyTorch's convolution")
     case = ConvCase("padded", (2, *shape), channels, padding=1)
     inputs = conv_inputs(case, dtype)
     inputs["bn_bias"] = torch.full_like(inputs["bn_bias"], 100.0)  # ReLU passes all values
@@ -388,6 +396,11 @@ def test_which_results_are_not_finite_for_taps_outside_of_the_image(
         inputs["conv_weight"][3, 5, 1, 0] = NAN
         inputs["conv_weight"][7, 2, 0, 1] = INF
     found = evaluate(partial(pk.bn_relu_conv2d, training=False, **case.conv), inputs, dy)
+    if not is_fused(inputs, **case.conv):
+        plain = evaluate(partial(plain_bn_relu_conv2d, training=False, **case.conv), inputs, dy)
+        for name, expected in plain.items():
+            assert torch.equal(found[name].isfinite(), expected.isfinite()), name
+        return
     least = not_finite(inputs["conv_weight"], dy, 1)
     most = dict(least)
     if dispatch.current() != "cpu":
