@@ -22,6 +22,7 @@ from preact_kernels.ops.block_arguments import Block, BlockArguments
 from preact_kernels.ops.blocks import stage_values
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
 from preact_kernels.ops.preact_stage import Recorder, StageCall, preact_stage
+from preact_kernels.ops.saved_tensors import save
 from preact_kernels.torch_compat import BatchNormBase, FakeTensor, FakeTensorMode, storage_id
 
 _MIB = 2**20
@@ -152,18 +153,25 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the model has no stage, or no combination fits; the message names the smallest
-            budget that fits.
+        ValueError: the model has no stage and, converted, runs no residual blocks in a row; or no
+            combination fits, and the message names the smallest budget that does.
     """
     check_model_and_input(model, x)
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise TypeError(f"budget: expected an int (bytes), got {type(budget).__name__}")
     if budget < 0:
         raise ValueError(f"budget: expected at least 0 bytes, got {budget}")
-    is_served = any(isinstance(m, PreActStage) or CONVERSION in vars(m) for m in model.modules())
+    is_converted = any(CONVERSION in vars(m) for m in model.modules())
+    is_served = is_converted or any(isinstance(m, PreActStage) for m in model.modules())
     other_bytes, stages = _options(model, x) if is_served else (0, [])
-    if not stages:
+    if not stages and not is_converted:
         raise ValueError("model: expected at least one PreActStage, or a converted model, got none")
+    if not stages:
+        raise ValueError(
+            "model: it is converted, but runs no residual blocks of norm, ReLU and convolution,"
+            " whose memory modes could be chosen; of other blocks, pk.convert(model, "
+            'memory="checkpoint") and torch.utils.checkpoint keep less'
+        )
     chosen = _cheapest([s.options for s in stages], budget - other_bytes)
     if chosen is None:
         smallest = other_bytes + sum(min(o.saved_bytes for o in s.options) for s in stages)
@@ -226,7 +234,7 @@ class _Ends(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, blocks, x, *tensors):
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, *tensors)
+        save(ctx, (x if ctx.needs_input_grad[1] else None, *tensors))
         shape = x.shape
         for block in blocks:
             shape = block.shapes(shape)[-1]

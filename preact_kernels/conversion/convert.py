@@ -210,7 +210,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             own.update((id(m), type(module).__name__) for m in module.modules())
         if (why := module.__dict__.get(GIVEN_BACK)) is not None:
             given_back.update((id(m), why) for m in module.modules())
-    is_converted = any(CONVERSION in m.__dict__ for m in model.modules())
+    converted = [m for m in model.modules() if CONVERSION in m.__dict__]
+    inside = {id(child) for m in converted for child in m.modules()}
     names = {id(m): name for name, m in model.named_modules()}
     sites = []
     for name, module in model.named_modules():
@@ -227,8 +228,10 @@ def conversion_report(model: nn.Module) -> ConversionReport:
             sites.append(Site(name, True, into=own[id(module)]))
         else:
             missing = "the model is not converted"
-            if is_converted:
-                missing = "not called since the model was converted"
+            if id(module) in inside:
+                missing = "not called by a converted module since the model was converted"
+            elif converted:
+                missing = "not inside a converted module: convert the module that calls it"
             sites.append(Site(name, False, reason or missing))
     report = ConversionReport(sites)
     if report.fused:

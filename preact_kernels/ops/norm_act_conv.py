@@ -43,6 +43,7 @@ from preact_kernels.ops.norm_act import (
     scale_shift_of,
 )
 from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
+from preact_kernels.ops.saved_tensors import save, saved
 from preact_kernels.ops.unit import ConvArguments, checked_unit, convolve, with_served_weight
 
 fx.wrap("convolve")  # reads the dimensions of the weight, unknown in a symbolic trace
@@ -90,7 +91,7 @@ class NormActConvFunction(torch.autograd.Function):
         x, weight, bias, conv_weight, conv_bias, residual, mean, var, bits = tensors
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, conv_weight, mean, var, bits)
+        save(ctx, (x, weight, bias, conv_weight, mean, var, bits))
         norm = Norm(mean, var, weight, bias, call.eps, *call.unit.activation)
         y = call.forward(Inputs(x, norm, conv_weight), Epilogue(conv_bias, residual), bits)
         y = y.squeeze(2) if call.dims == 3 else y
@@ -100,7 +101,7 @@ class NormActConvFunction(torch.autograd.Function):
     def backward(ctx, dy):
         if dy is None:  # as behind a convolution in a double backward
             return None, None, None, None, None, None, None, None, None, None
-        x, weight, bias, conv_weight, mean, var, bits = ctx.saved_tensors
+        x, weight, bias, conv_weight, mean, var, bits = saved(ctx)
         x = layout.nhwc(x)  # hooks of saved tensors may return another memory format
         call, needed = ctx.call, ctx.needs_input_grad[1:]
         unit, groups = call.unit, call.groups

@@ -35,6 +35,7 @@ from preact_kernels.ops.blocks import (
 from preact_kernels.ops.double_backward import gradients
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
 from preact_kernels.ops.plain_operators import runs_plain_backward
+from preact_kernels.ops.saved_tensors import save, saved
 from preact_kernels.ops.unit import with_served_weight
 
 
@@ -93,10 +94,10 @@ class PreActStageFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*means, *variances)
         unused = stage.first_unit[first] + ctx.skipped
-        saved = [None] * (3 * unused)
+        kept = [None] * (3 * unused)
         for h_in, statistics in zip(stage.inputs[unused:], stage.statistics[unused:], strict=True):
-            saved += (h_in, *statistics)
-        ctx.save_for_backward(h if saves_y else None, *saved, *tensors)
+            kept += (h_in, *statistics)
+        save(ctx, (h if saves_y else None, *kept, *tensors))
         return h, *means, *variances
 
     @staticmethod
@@ -108,17 +109,17 @@ class PreActStageFunction(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx, dy):
-        y, *saved = ctx.saved_tensors
+        y, *kept = saved(ctx)
         kernels, blocks, eps, memory, first, _ = ctx.call
         skipped = ctx.skipped
         count = 3 * len(ctx.fixed_inv_counts)
-        tensors = saved[count:]
+        tensors = kept[count:]
         if dy is None:
             return None, None, *[None] * len(tensors)
         stage = Stage(kernels, blocks, eps, stage_values(blocks, tensors))
         stage.fixed_inv_counts = ctx.fixed_inv_counts
-        stage.inputs = list(saved[:count:3])  # Dynamo of torch 2.11 makes `*saved` a tuple
-        stage.statistics = list(map(Statistics, saved[1:count:3], saved[2:count:3]))
+        stage.inputs = list(kept[:count:3])  # Dynamo of torch 2.11 makes `*kept` a tuple
+        stage.statistics = list(map(Statistics, kept[1:count:3], kept[2:count:3]))
         needs_x, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
         if runs_plain_backward(dy):
             begin, following = stage.first_unit[first : first + 2]
@@ -133,7 +134,7 @@ class PreActStageFunction(torch.autograd.Function):
             return None, *gradients(forward, inputs, (needs_x, *needed), dy)
 
         backward = StageBackward(stage, stage_values(blocks, needed), needs_x)
-        del saved
+        del kept
         gradient = Gradient(dy.contiguous(memory_format=torch.channels_last))
         for spans in reversed(ctx.segments):
             if spans[-1].end <= backward.first:

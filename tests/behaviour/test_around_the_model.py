@@ -15,7 +15,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import preact_kernels as pk
 from tests.cases import EVERY_MODULE, small_network
+from tests.convert.published_models import FunctionalBottleneck
 from tests.oracle import assert_same_bits, evaluate, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # what runs a forward is above the backends
@@ -68,6 +70,29 @@ def test_checkpoints_change_no_bit_and_count_a_batch_once(call, name, backend):
     assert_same_bits(found, evaluate(module, inputs))
     counts = [t for n, t in found.items() if n.endswith("num_batches_tracked")]
     assert counts and all(n == 1 for n in counts)
+
+
+CONVERTED = {
+    "converted_block": lambda: pk.convert(FunctionalBottleneck(10, 4)),
+    "converted_norm": lambda: pk.convert(nn.Sequential(nn.BatchNorm2d(10), nn.ReLU(), nn.Tanh())),
+}
+
+
+@pytest.mark.parametrize("name", [*EVERY_MODULE, *CONVERTED])
+def test_the_graph_holds_tensors_alone(name, backend):
+    """Code that draws the graph, as torchviz, reads what each function saved."""
+    y = {**EVERY_MODULE, **CONVERTED}[name]()(images().requires_grad_())
+    waiting, seen, own = [y.grad_fn], set(), 0
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [function for function, _ in node.next_functions]
+        if saved := getattr(node, "saved_tensors", ()):
+            own += 1
+            assert all(isinstance(t, torch.Tensor) for t in saved), node.name()
+    assert own
 
 
 @pytest.mark.parametrize("name", ["bn_relu_conv", "batch_norm_act_conv", "checkpointed_network"])

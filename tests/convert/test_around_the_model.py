@@ -99,8 +99,23 @@ def test_the_report_is_that_of_the_last_call():
     hook.remove()
     assert not reason_after_a_call()
     (site,) = pk.conversion_report(pk.convert(model))
-    assert site.reason == "not called since the model was converted"
+    assert site.reason == "not called by a converted module since the model was converted"
     assert not reason_after_a_call()
+
+
+@pytest.mark.parametrize("converts_all", [True, False])
+def test_the_report_names_norms_that_code_outside_of_converted_modules_calls(converts_all):
+    """As in `nn.Sequential(*list(model.children())[:-2])`."""
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), Block())
+    pk.convert(model if converts_all else model[2])
+    outer = nn.Sequential(*model.children())
+    outer(torch.randn(2, 4, 6, 6))
+    outside = "not inside a converted module: convert the module that calls it"
+    plain, fused = pk.conversion_report(outer)
+    assert (plain.reason, fused.fused) == (outside, True)
+    plain, fused = pk.conversion_report(model)
+    uncalled = "not called by a converted module since the model was converted"
+    assert (plain.reason, fused.fused) == (uncalled if converts_all else outside, True)
 
 
 def test_lazy_modules_run_fused_once_they_have_shapes():

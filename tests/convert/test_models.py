@@ -62,7 +62,7 @@ def assert_sites_are_found(name, model, x):
     _, _, count, fused = MODELS[name]
     assert [s.reason for s in pk.conversion_report(model)] == ["the model is not converted"] * count
     reasons = [s.reason for s in pk.conversion_report(pk.convert(model))]
-    assert reasons == ["not called since the model was converted"] * count
+    assert reasons == ["not called by a converted module since the model was converted"] * count
     called = copy.deepcopy(model)
     called(x)
     report = pk.conversion_report(called)

@@ -294,6 +294,12 @@ def test_wrong_arguments_are_named(arguments, error, message):
         pk.plan_memory(*arguments)
 
 
+def test_a_converted_model_without_runs_of_blocks_is_told_so():
+    model = pk.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)))
+    with pytest.raises(ValueError, match=r"^model: it is converted, but runs no residual blocks"):
+        pk.plan_memory(model, torch.randn(2, 4, 6, 6), PLENTY)
+
+
 def test_a_plan_for_another_model_is_refused_before_any_change():
     plan = pk.plan_memory(pk.preact_resnet(29), images(), PLENTY)
     other = pk.preact_resnet(47, memory="rebuild")
