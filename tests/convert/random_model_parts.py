@@ -173,10 +173,12 @@ def in_thread(function, *args):
 
 def circular_conv_forward(self, x, weight, bias):
     """Replaces `nn.Conv2d._conv_forward` of an instance."""
-    padding = (0, 0) if isinstance(self.padding, str) else self.padding
+    padding = (0,) * (x.dim() - 2) if isinstance(self.padding, str) else self.padding
     pads = [n for p in reversed(padding) for n in (p, p)]
     x = nn.functional.pad(x, pads, mode="circular")
-    return nn.functional.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+    convolutions = nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d
+    conv = convolutions[weight.dim() - 3]
+    return conv(x, weight, bias, self.stride, 0, self.dilation, self.groups)
 
 
 def doubled_forward(self, x):
@@ -196,7 +198,29 @@ class GroupNorm(nn.GroupNorm):
 
 def extra_rows(h):
     """A value for each image and channel, which has a gradient if `h` has one."""
-    return h.mean((2, 3), keepdim=True) if h.dim() == 4 else h.mean()
+    return h.mean(tuple(range(2, h.dim())), keepdim=True) if h.dim() > 2 else h.mean()
+
+
+# Changes of a tensor in place, as functions: `WRITES` has them as text.
+_WRITES = (
+    lambda t: t.mul_(1.5),
+    lambda t: t.clamp_(-0.5, 0.5),
+    lambda t: t.masked_fill_(t.detach() > 0.5, 0.3),
+    lambda t: t[:1].fill_(0.5),
+    lambda t: nn.functional.dropout(t, 0.3, True, True),
+    lambda t: nn.functional.leaky_relu(t, 0.2, True),
+    lambda t: t.detach_(),
+)
+
+
+def written(value, index):
+    """Changes the first tensor that a model returned in place; returns what it returned."""
+    first = value
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if isinstance(first, Tensor):
+        _WRITES[index](first)
+    return value
 
 
 def data_parallel(net):
@@ -284,6 +308,13 @@ ANY_CHANGES = """
     h = F.silu(F.instance_norm(h)) | h = F.pad(h, (0, 1, 0, 1))[:, :, :-1, :-1]
 """
 
+WRITES = """
+    h *= (h.detach() > 0.2) | h.masked_fill_(h.detach() > 0.5, 0.3) | h[:, :, 1:] = 0.5 |
+    F.dropout(h, 0.0, True, True) | F.dropout(h, 0.3, self.training, True) | h.detach_() |
+    F.leaky_relu(h, 0.2, True) | h.add_(torch.ones_like(h)) | h.add_(extra_rows(h)) |
+    h.transpose(1, 2).mul_(2) | h = nn.LeakyReLU(0.1, True)(h) | h.clamp_(-0.4, 0.4)
+"""
+
 TENSOR_HOOKS = """
     h.register_hook(note_gradients) | h.register_hook(lambda g: g * 2) |
     h.retain_grad(); self.kept = h
@@ -312,7 +343,7 @@ CONDITIONS = """
     h.grad_fn is None | h.requires_grad | h.is_contiguous() | h.is_leaf | len(h) == 2 |
     {8: 3.0}.get(h.shape[-1]) | torch.is_grad_enabled() | is_grad_enabled() | h.dim() == 4 |
     h.stride(1) == 1 | random.random() < 0.5 | torch.rand(()) < 0.5 | h.is_floating_point() |
-    torch.equal(h, h.clone()) | h.detach().max().item() > 1 | h._base is None |
+    h._is_view() | torch.equal(h, h.clone()) | h.detach().max().item() > 1 | h._base is None |
     bool((h == 0).any()) | h.is_contiguous(memory_format=torch.channels_last) | h.norm() > 10 |
     float(h[0, 0, 0, 0]) > 0 | weakref.ref(h)() is h | h.data_ptr() != 0 | h.is_shared()
 """
@@ -459,7 +490,11 @@ CALLS = """
     return parts.in_thread(net, x) | with torch.enable_grad(): return net(x) |
     return net(x), x | with torch.no_grad(): return net(x) | return net.forward(x) |
     return net(h=x) | return net(x), net(x) |
-    return torch.func.functional_call(net, dict(net.named_parameters()), (x,))
+    return torch.func.functional_call(net, dict(net.named_parameters()), (x,)) |
+    return parts.written(net(x), 0) | return parts.written(net(x), 1) |
+    return parts.written(net(x), 2) | return parts.written(net(x), 3) |
+    return parts.written(net(x), 4) | return parts.written(net(x), 5) |
+    return parts.written(net(x), 6)
 """
 
 RETURNS = """

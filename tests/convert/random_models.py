@@ -355,6 +355,17 @@ def change_between(s: Scope) -> None:
     s.write(*parts)
 
 
+def write(s: Scope) -> None:
+    """Changes what a norm, an activation, a convolution, a pooling or a sum returned in place."""
+    n, a = norm(s, s.channels), relu(s)
+    skip = s.save()
+    with s.fixed():
+        c, _ = conv(s, s.channels, s.size, s.channels)
+    parts = [n, a, s.choice([c, "F.avg_pool2d({}, 3, 1, 1)", f"({c} + {skip})"])]
+    s.apply(*parts[: s.choice([1, 2, 3, 3])])
+    s.write(choose(s, vocabulary.WRITES))
+
+
 def state(s: Scope) -> None:
     """Attributes and buffers that `forward` sets."""
     act = relu(s)
@@ -460,7 +471,7 @@ def block_class(s: Scope, is_changing: bool, ending: str = "return h") -> str:
 
 
 STATEMENTS: list[Callable[[Scope], None]] = [
-    *(residual, projection, in_row, dense, pool, squeeze, type_question, branch, change),
+    *(residual, projection, in_row, dense, pool, squeeze, type_question, branch, change, write),
     *(change_between, change_between, state, autograd, mode, errors, child, odd_child),
 ]
 
@@ -481,8 +492,8 @@ def setup(p: "Program", modules: list[Module]) -> str:
 class Program:
     """The text of a random model."""
 
-    def __init__(self, seed: int, has_any_norm: bool = False) -> None:
-        self.has_any_norm = has_any_norm
+    def __init__(self, seed: int, has_any_norm: bool = False, dims: int = 2) -> None:
+        self.has_any_norm, self.dims = has_any_norm, dims
         self.random = random.Random(seed)
         self.choice = self.random.choice
         self.classes: list[str] = []
@@ -503,7 +514,7 @@ class Program:
 
     def text(self) -> str:
         channels, size = self.choice([4, 8]), self.choice([4, 6, 8])
-        batch = self.choice([2, 2, 3])
+        batch = self.choice([2, 2, 3, 1])
         net = Scope(self, channels, size)
         if self.chance(0.4):
             net.save()
@@ -521,11 +532,15 @@ class Program:
         if "checkpoint" in call and CHANGES_STATE.search("".join(self.classes)):
             call = "return net(x)"
         given = self.rarely(vocabulary.INPUTS, 0.5, "x")
-        shape = f"{batch}, {channels}, {size}, {size}"
+        shape = ", ".join(map(str, (batch, channels, *[size] * self.dims)))
+        kinds = ["both", "both", "backward", "returned", "second"]
+        prepared = self.rarely(vocabulary.PREPARATIONS, 0.1, "return net")
+        if "parts." in prepared or "checkpoint(" in "".join([call, *self.classes]):
+            kinds.remove("second")  # which they do not support
         functions = {
             "before(net)": before,
             "after(net)": after,
-            "prepare(net)": [self.rarely(vocabulary.PREPARATIONS, 0.1, "return net")],
+            "prepare(net)": [prepared],
             "make_input(randn)": [f"x = randn({shape})", f"return {given}"],
             "call(net, x)": [call],
         }
@@ -535,9 +550,9 @@ class Program:
         parts += [
             f'MODE = "{self.choice(["convert"] * 9 + ["fuse"])}"',
             f'MEMORY = "{self.choice(["store", "rebuild", "checkpoint"])}"',
-            f'GRADIENTS = "{self.choice(["both", "both", "backward", "returned"])}"\n',
+            f'GRADIENTS = "{self.choice(kinds)}"\n',
         ]
-        return "\n".join(parts)
+        return in_dimensions("\n".join(parts), self.dims)
 
     def _setups(self, modules: list[Module]) -> list[str]:
         """Returns changes of the model, or `pass`."""
@@ -557,6 +572,34 @@ class Program:
         return found
 
 
-def program(seed: int, has_any_norm: bool = False) -> str:
+# Patterns of texts about images, and what replaces them for sequences and for volumes.
+_DIMENSIONS = (
+    (r"(Norm|Conv|Pool|_pool|conv|dropout)2d", r"\g<1>1d", r"\g<1>3d"),
+    (r"channels_last", "contiguous_format", "channels_last_3d"),
+    (r"\(0, 2, 3\)", "(0, 2)", "(0, 2, 3, 4)"),
+    (r"mean\(\(2, 3\)", "mean((2,)", "mean((2, 3, 4)"),
+    (r"permute\(0, 2, 3, 1\)\.permute\(0, 3, 1, 2\)", "permute(0, 2, 1).permute(0, 2, 1)",
+     "permute(0, 2, 3, 4, 1).permute(0, 4, 1, 2, 3)"),
+    (r"(transpose|swapaxes)\(2, 3\)", r"\g<1>(2, 2)", r"\g<1>(2, 4)"),
+    (r"view\(1, -1, 1, 1\)", "view(1, -1, 1)", "view(1, -1, 1, 1, 1)"),
+    (r"ones\(3, 3, 1, 1,", "ones(3, 3, 1,", "ones(3, 3, 1, 1, 1,"),
+    (r"h\[0, 0, 0, 0\]", "h[0, 0, 0]", "h[0, 0, 0, 0, 0]"),
+    (r"dim\(\) == 4", "dim() == 3", "dim() == 5"),
+    (r", -3\)", ", -2)", ", -4)"),
+    (r"stride = \(2, 2\)", "stride = (2,)", "stride = (2, 2, 2)"),
+    (r"pool(\w+)\(h, \((\d), \2\)\)", r"pool\1(h, \2)", r"pool\1(h, (\2, \2, \2))"),
+    (r"\((\d), (\d), (\d), (\d)\)\)", r"(\1, \2))", r"(\1, \2, \3, \4, \1, \2))"),
+    (r"\[:, :, (\S+), \1\]", r"[:, :, \1]", r"[:, :, \1, \1, \1]"),
+)  # fmt: skip
+
+
+def in_dimensions(text: str, dims: int) -> str:
+    """Returns the program of images for sequences (1) or volumes (3)."""
+    for pattern, *replacements in _DIMENSIONS if dims != 2 else ():
+        text = re.sub(pattern, replacements[dims // 2], text)
+    return text
+
+
+def program(seed: int, has_any_norm: bool = False, dims: int = 2) -> str:
     """Returns the source of a random model, with batch norms and ReLUs or with any."""
-    return Program(seed, has_any_norm).text()
+    return Program(seed, has_any_norm, dims).text()

@@ -144,7 +144,7 @@ def _step(own, net, x, randn, trial, step) -> bool:
     seen[f"{step}: storage"] = [
         next(i for i, k in enumerate(known) if k.data_ptr() == t.data_ptr()) for t in known
     ]
-    ok = _gradients(own, tensors, randn, trial, step)
+    ok = _gradients(own, net, x, tensors, randn, trial, step)
     seen[f"{step}: input"] = facts(x)
     for name, p in net.named_parameters():
         seen[f"{step}: gradient of {name}"] = None if p.grad is None else facts(p.grad)
@@ -161,12 +161,24 @@ def _step(own, net, x, randn, trial, step) -> bool:
     return ok
 
 
-def _gradients(own, tensors, randn, trial, step) -> bool:
+def _gradients(own, net, x, tensors, randn, trial, step) -> bool:
     wanted = [t for t in tensors if t.requires_grad]
     if not wanted:
         return True
     loss = sum((t * randn(*t.shape)).sum() for t in wanted)
     try:
+        if own.GRADIENTS == "second":
+            parameters = [p for p in net.parameters() if p.requires_grad]
+            by = [x] if isinstance(x, Tensor) and x.requires_grad else parameters
+            found = torch.autograd.grad(loss, by, create_graph=True, allow_unused=True)
+            # Gradients of weights may be in channels_last: see docs/convert.md. That of a bias
+            # that is added behind a convolution may have a graph, which leads to no parameter.
+            contiguous = [None if g is None else g.detach().contiguous() for g in found]
+            trial.observed[f"{step}: gradients by outputs"] = facts(contiguous)
+            penalty = sum(g.square().sum() for g in found if g is not None)
+            if isinstance(penalty, Tensor) and penalty.requires_grad:
+                penalty.backward()
+            return True
         if own.GRADIENTS != "backward":
             found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
             trial.observed[f"{step}: gradients by outputs"] = facts(found)
@@ -206,6 +218,7 @@ class TensorFacts(NamedTuple):
     stride: tuple
     requires_grad: bool
     has_grad_fn: bool
+    is_view: bool
     values: Tensor
     grad: Tensor | None
 
@@ -224,6 +237,7 @@ def facts(value, depth=0):
             value.stride(),
             value.requires_grad,
             value.grad_fn is not None,
+            value._is_view(),
             value.detach().clone(),
             None if grad is None else grad.detach().clone(),
         )
@@ -255,7 +269,7 @@ def gradient_facts(gradients):
             return None
         if not compares_strides_of_gradients or 1 in gradient.shape:
             return gradient.clone(memory_format=torch.contiguous_format)
-        return gradient
+        return gradient.detach()  # no view: that depends on the operators of the backward
 
     return facts(torch.utils._pytree.tree_map(comparable, gradients))
 
@@ -311,6 +325,8 @@ def _norm(value: object) -> float:
 def _compare(path: str, a: object, b: object, scale: float) -> list[str]:
     if isinstance(a, TensorFacts) and isinstance(b, TensorFacts):
         names = [n for n in TensorFacts._fields[:-2] if getattr(a, n) != getattr(b, n)]
+        if "gradient" in path and "is_view" in names:
+            names.remove("is_view")
         if "gradient of" in path and "stride" in names and _same_order(a, b):
             names.remove("stride")
         found = [f"{path}: {n} {getattr(a, n)}, converted {getattr(b, n)}" for n in names]
