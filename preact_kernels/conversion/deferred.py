@@ -329,6 +329,8 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
     if in_place:
         source.reference = None
         node.is_view = source.is_view
+    else:
+        node.is_view = getattr(node.settings, "is_view", False)
     if node.needs_grad and not node.region.is_traced:
         has_spare = type(source) is Node and node.operation.is_activation
         spare = source.spare if has_spare else None

@@ -14,7 +14,7 @@ from preact_kernels.kernels.contract import Conv
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.reference.activations import activate
 from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.group_norm import GroupNorm
+from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm
 from preact_kernels.ops.norm_act import NormArguments
 
 
@@ -25,6 +25,11 @@ class NormSettings(NamedTuple):
     has_bias: bool
     norm: NormArguments  # without weight and bias
     owner: Owner | None  # the module that called it, if known
+
+    @property
+    def is_view(self) -> bool:
+        """Whether PyTorch's result is a view."""
+        return type(self.norm) is InstanceNorm
 
     def arguments(self, affine: Sequence[Tensor]) -> NormArguments:
         """Returns arguments of the fused ops; `affine`: the node's inputs after the first."""
@@ -49,6 +54,7 @@ class CallSettings(NamedTuple):
     func: Callable
     args: tuple
     kwargs: dict
+    is_view: bool = False  # whether its result is a view
 
 
 def with_copied_statistics(norm: NormArguments) -> Any:

@@ -174,8 +174,6 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
         return NotImplemented
     (region.updated if norm.training else region.evaluated).update(map(id, running))
     result.preact_node.memory = region.memory
-    if type(norm) is InstanceNorm:
-        result.preact_node.is_view = True
     return result
 
 
@@ -493,11 +491,8 @@ def _image_function(func: Callable) -> Callable:
         shape = (*node.shape[:2], *size)
         if not has_known_strides(shape, node.channels_last):
             return NotImplemented
-        settings = CallSettings(func, args, kwargs)
-        result = region.record(CALL, (x,), settings, shape, dtype, channels_last)
-        if is_view and result is not NotImplemented:
-            result.preact_node.is_view = True
-        return result
+        settings = CallSettings(func, args, kwargs, is_view)
+        return region.record(CALL, (x,), settings, shape, dtype, channels_last)
 
     return rule
 
