@@ -187,8 +187,10 @@ class Region(TorchFunctionMode):
         self, rule: Callable, func: Callable, types: Sequence[type], args: tuple, kwargs: dict
     ) -> Any:
         """Calls a rule; with plain tensors for instances of subclasses of Tensor."""
-        first = type(args[0]) if args else None
-        if first in self._ordinary_types and all(t in self._ordinary_types for t in types):
+        first: Any = type(args[0]) if args else None
+        is_ordinary = first in self._ordinary_types or issubclass(first or object, list | tuple)
+        is_ordinary = is_ordinary and all(t in self._ordinary_types for t in types)
+        if is_ordinary or self.is_traced:  # what PyTorch traces has no instances of other classes
             with disable_torch_function():
                 return rule(self, args, kwargs)
         call = Call(func, args, kwargs) if torch_compat.is_torch_function_enabled() else None
