@@ -46,6 +46,40 @@ class Same(torch.autograd.Function):
     backward = staticmethod(lambda ctx, dy: -dy)
 
 
+class Free(torch.autograd.Function):
+    """Adds 1 to a tensor, and frees it."""
+
+    @staticmethod
+    def forward(ctx, t):
+        y = t + 1
+        t.untyped_storage().resize_(0)
+        return y
+
+    backward = staticmethod(lambda ctx, dy: dy * 2)
+
+
+class Again(torch.autograd.Function):
+    """Calls a module, and again in the backward."""
+
+    @staticmethod
+    def forward(ctx, t, module, *parameters):
+        ctx.module, ctx.parameters = module, parameters
+        ctx.save_for_backward(t)
+        return module(t)
+
+    @staticmethod
+    def backward(ctx, dy):
+        with torch.enable_grad():
+            t = ctx.saved_tensors[0].detach().requires_grad_()
+            inputs = [t, *(p for p in ctx.parameters if p.requires_grad)]
+            found = iter(torch.autograd.grad(ctx.module(t), inputs, dy))
+        return (
+            next(found),
+            None,
+            *(next(found) if p.requires_grad else None for p in ctx.parameters),
+        )
+
+
 triple = Triple.apply
 
 

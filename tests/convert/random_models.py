@@ -380,13 +380,22 @@ def autograd(s: Scope) -> None:
     """Tensor hooks, checkpoints, and gradients within `forward`."""
     if s.chance(0.5):
         s.apply(norm(s, s.channels))
-    kind = s.choice(["hook", "grad", "checkpoint"])
+    kind = s.choice(["hook", "grad", "checkpoint", "nested", "again", "free"])
     if kind == "hook":
         with s.block("if h.requires_grad:"):
             s.write(choose(s, vocabulary.TENSOR_HOOKS))
     elif kind == "checkpoint":
         block = s.module("block", f"{block_class(s, False)}()", s.channels, True)
         s.write(f"h = checkpoint({block}, h, use_reentrant={s.chance(0.3)})")
+    elif kind == "nested":
+        block = s.module("block", f"{block_class(s, False)}()", s.channels, True)
+        inner = f"lambda t: checkpoint({block}, t * 1, use_reentrant={s.chance(0.3)}) * 1"
+        s.write(f"h = checkpoint({inner}, h, use_reentrant={s.chance(0.3)})")
+    elif kind == "again":
+        child = s.module("block", f"{block_class(s, False)}()", s.channels, True)
+        s.write(f"h = parts.Again.apply(h, {child}, *{child}.parameters())")
+    elif kind == "free":
+        s.write("h = parts.Free.apply(h * 1.0)")
     else:
         skip, source = s.new("g"), s.new("g")
         s.write(f"{skip} = h")
