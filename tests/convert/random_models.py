@@ -403,7 +403,7 @@ def autograd(s: Scope) -> None:
         inner = f"lambda t: checkpoint({block}, t * 1, use_reentrant={s.chance(0.3)}) * 1"
         s.write(f"h = checkpoint({inner}, h, use_reentrant={s.chance(0.3)})")
     elif kind == "again":
-        child = s.module("child", f"nn.BatchNorm2d({s.channels})", s.channels, True)
+        child = s.module("block", f"{block_class(s, False)}()", s.channels, True)
         s.write(f"h = parts.Again.apply(h, {child}, *{child}.parameters())")
     elif kind == "free":
         s.write("h = parts.Free.apply(h * 1.0)")
