@@ -90,8 +90,8 @@ def test_published_models_run_fused_in_graphs_and_equal_plain_pytorch(name):
     assert collections.Counter(o.into for o in outcomes) == expected
 
 
-# Networks that take too long, and one for which Inductor alone, without this package, computes other
-# values: a pooled sequence that is repeated, cut and convolved (torch 2.13 on a CPU).
+# Two take too long. For the third, Inductor without this package computes other values: it pools,
+# repeats, cuts and convolves a sequence (torch 2.13 on a CPU).
 NOT_IN_INDUCTOR = "deep-1001", "wrn-28-10", "CAM-DenseNet"
 
 
