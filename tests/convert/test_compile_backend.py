@@ -58,7 +58,7 @@ def assert_equal(found, expected):
 
 
 PUBLISHED = test_norm_act_models.CASES | models.MODELS
-QUICK = "ADM, 2-D", "CAM-DenseNet"
+QUICK = "SongUNet, DDPM++", "CAM-DenseNet"
 
 
 def built(name):
@@ -90,9 +90,14 @@ def test_published_models_run_fused_in_graphs_and_equal_plain_pytorch(name):
     assert collections.Counter(o.into for o in outcomes) == expected
 
 
+# Two take too long. For the third, Inductor without this package computes other values: it pools,
+# repeats, cuts and convolves a sequence (torch 2.13 on a CPU).
+NOT_IN_INDUCTOR = "deep-1001", "wrn-28-10", "CAM-DenseNet"
+
+
 @pytest.mark.slow
 @needs_entry_points
-@pytest.mark.parametrize("name", [n for n in PUBLISHED if n not in ("deep-1001", "wrn-28-10")])
+@pytest.mark.parametrize("name", [n for n in PUBLISHED if n not in NOT_IN_INDUCTOR])
 def test_published_models_run_fused_in_inductor_and_equal_plain_pytorch(name, caplog):
     model, x = built(name)
     plain = copy.deepcopy(model)
