@@ -1,6 +1,7 @@
 """Regions: in their code, batch norms and the operations after them are deferred and run fused."""
 
 import contextlib
+import itertools
 import threading
 import types
 import weakref
@@ -85,7 +86,7 @@ class Region(TorchFunctionMode):
         self.activations = activations or NamedActivations.of()
         self.memory, self.owners, self.run_stage = memory, owners or Owners(), run_stage
         self.tensor_types = frozenset((Tensor, nn.Parameter, *extra_types))
-        self._ordinary_types = self.tensor_types | {Deferred, list, tuple}
+        self._ordinary_types = self.tensor_types | {Deferred}
         self.is_traced, self.is_distributed = is_traced, torch_compat.is_distributed()
         self.pending: list[Node] = []
         self.outcomes: list[tuple[nn.Module | None, Outcome]] = []
@@ -105,9 +106,7 @@ class Region(TorchFunctionMode):
         self._storages = _Storages()
         self._plain_tensors = PlainTensors()
         self._call_of_subclass: Call | None = None  # the call that a rule may record
-        self.refusal = (
-            ""  # why the last call of `record` deferred nothing, if a class is the reason
-        )
+        self.refusal = ""  # the class because of which the last call deferred nothing, and advice
         self.lock = threading.RLock()
 
     def __enter__(self) -> "Region":
@@ -187,8 +186,8 @@ class Region(TorchFunctionMode):
         self, rule: Callable, func: Callable, types: Sequence[type], args: tuple, kwargs: dict
     ) -> Any:
         """Calls a rule; with plain tensors for instances of subclasses of Tensor."""
-        first: Any = type(args[0]) if args else None
-        is_ordinary = first in self._ordinary_types or issubclass(first or object, list | tuple)
+        first = type(next(itertools.chain(args, kwargs.values()), None))
+        is_ordinary = first in self._ordinary_types or issubclass(first, list | tuple)
         is_ordinary = is_ordinary and all(t in self._ordinary_types for t in types)
         if is_ordinary or self.is_traced:  # what PyTorch traces has no instances of other classes
             with disable_torch_function():
@@ -203,9 +202,8 @@ class Region(TorchFunctionMode):
                 self._call_of_subclass = None
             is_argument = isinstance(result, Deferred) and len(self.pending) == count
             if is_argument and call is not None:  # the class may change its attributes
-                return (
-                    NotImplemented if self._result_on_meta(call, result, True) is None else result
-                )
+                is_served = self._result_on_meta(call, result, True) is not None
+                return result if is_served else NotImplemented
             return result
 
     def _result_on_meta(self, call: Call, like: Tensor, in_place: bool) -> Tensor | None:

@@ -102,7 +102,7 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
     Args:
         call: a call that can be deferred.
         result: a tensor on the meta device with the shape and the dtype of the result.
-        in_place: whether the call returns its first argument.
+        in_place: whether the call returns its first tensor.
 
     Returns:
         The result on the meta device, with the class and the attributes that plain PyTorch gives.
@@ -111,8 +111,9 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
         NotServed: the class does not just pass on what the function computes.
     """
     args, kwargs = mapped(_on_meta, (call.args, call.kwargs))
-    function = _Function(Call(call.function, args, kwargs), args[0] if in_place else result)
-    in_order = reversed(tensors((args, kwargs)))
+    in_order = tensors((args, kwargs))[::-1]
+    given = Call(call.function, args, kwargs)
+    function = _Function(given, in_order[0] if in_place else result)
     with torch_compat.enable_torch_function(), torch.no_grad():
         kinds: Any = tuple(map(type, get_overloaded_args(in_order)))
         found: Any = NotImplemented
