@@ -233,7 +233,7 @@ class Square(torch.autograd.Function):
         add_modulation,
         multiply_by_sigmoid,
         lambda net, h: F.max_pool2d(h, 1),
-        lambda net, h: F.relu(inplace=True, input=net.norm1(input=h)),
+        lambda net, h: F.leaky_relu_(input=net.norm1(input=h), negative_slope=0.1),
         lambda net, h: torch.cat(tensors=[h, h], dim=1)[:, :4].contiguous(),
         lambda net, h: F.interpolate(h, scale_factor=2)[..., ::2, ::2].contiguous(),
         lambda net, h: h * h.mark,
