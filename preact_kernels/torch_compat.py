@@ -100,7 +100,7 @@ has_saved_tensor_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # t
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 # Whether forward-mode differentiation is allowed on this thread. PyTorch forbids it in the forward
-# of an autograd Function and, which says nothing here, in inference mode.
+# of an autograd Function, and in inference mode until it is allowed there.
 is_forward_mode_allowed = torch._C._is_fwd_grad_enabled
 allow_forward_mode = torch._C._set_fwd_grad_enabled
 
@@ -126,6 +126,11 @@ def current_modes() -> tuple[object, ...]:
 def eager_modes() -> tuple[object, ...]:
     """Returns `current_modes` without function transforms."""
     return (*current_modes()[:2], False, -1)
+
+
+def has_fake_mode() -> bool:
+    """Whether tensors are fake: a compiler, or `torch.export`, traces shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @contextlib.contextmanager
@@ -201,7 +206,10 @@ def exchange(a: Tensor, b: Tensor) -> bool:
     except RuntimeError:  # the profiler, which records shapes, holds weak references in C++
         return False
     a.__class__, b.__class__ = type(b), type(a)
-    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    # Without methods of their classes.
+    of_a, of_b = (object.__getattribute__(t, "__dict__") for t in (a, b))
+    object.__setattr__(a, "__dict__", of_b)
+    object.__setattr__(b, "__dict__", of_a)
     return True
 
 

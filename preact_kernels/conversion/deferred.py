@@ -253,10 +253,13 @@ def recomputed(node: Node) -> Tensor:
 
 def _input_values_in_backward(node: Node) -> list[Tensor]:
     """Returns `_input_values`; computes each value once per backward."""
-    values = node.region.recomputed
-    if not values and any(_value(i, values) is None for i in node.inputs):
-        torch_compat.call_after_backward(values.clear)
-    return _input_values(node, values)
+    found, backward = node.region.recomputed, torch_compat.backward_id()
+    if backward not in found:
+        found.clear()  # values of a backward that failed
+        if all(_value(i, {}) is not None for i in node.inputs):
+            return _input_values(node, {})
+        torch_compat.call_after_backward(lambda: found.pop(backward, None))
+    return _input_values(node, found.setdefault(backward, {}))
 
 
 def _input_values(node: Node, values: dict[Node, Tensor]) -> list[Tensor]:
@@ -400,7 +403,7 @@ def computed_arguments(value: Any, reader: object) -> Any:
 
 def compute(t: Deferred, reader: object) -> Tensor:
     """Computes a deferred tensor; returns `t` if it became a plain tensor, else the result."""
-    node = t.__dict__.get("preact_node")
+    node = object.__getattribute__(t, "__dict__").get("preact_node")
     if node is None:  # another thread has computed it
         return t
     with node.region.lock:
@@ -443,7 +446,8 @@ def become_plain(t: Deferred) -> None:
             node.value = node.instance.as_subclass(Tensor)
         result = node.result
         if torch_compat.exchange(t, result):
-            t.__dict__.update(result.__dict__)  # attributes that the program set
+            # Attributes that the program set.
+            t.__dict__.update(object.__getattribute__(result, "__dict__"))
             del t.preact_node
             result = t
     if node.meta_result is None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from preact_kernels import torch_compat
 from preact_kernels.conversion import operations, registry
 from preact_kernels.conversion import rules as rules
-from preact_kernels.conversion.containers import tensors
+from preact_kernels.conversion.containers import mapped, tensors
 from preact_kernels.conversion.context import Context
 from preact_kernels.conversion.deferred import (
     Deferred,
@@ -94,7 +94,7 @@ class Region(TorchFunctionMode):
         self.is_closed = self._is_suspended = False
         self._suspended_for: list[Any] = []
         self.frame: types.FrameType | None = None  # frame that entered the region
-        self.recomputed: dict[Node, Tensor] = {}  # values that a backward computed again
+        self.recomputed: dict[int, dict[Node, Tensor]] = {}  # again, by backward
         self._modes = torch_compat.eager_modes()
         self._dispatch_modes = torch_compat.dispatch_mode_count()
         # Computed tensors that could not become plain tensors yet, by id.
@@ -106,6 +106,8 @@ class Region(TorchFunctionMode):
         self._storages = _Storages()
         self._plain_tensors = PlainTensors()
         self._call_of_subclass: Call | None = None  # the call that a rule may record
+        # Copies of running statistics, by their ids, for a call that must not update them.
+        self.copies: dict[int, Tensor] = {}
         self.refusal = ""  # the class because of which the last call deferred nothing, and advice
         self.lock = threading.RLock()
 
@@ -115,9 +117,10 @@ class Region(TorchFunctionMode):
             region.flush("an inner region")
         regions.entered.append(self)
         replace_functions(self.activations.functions)
-        # It is forbidden again in the forward of each autograd function, and nowhere else.
+        # It is forbidden again in the forward of each autograd function, and in inference mode.
         self._allows_forward_mode = torch_compat.is_forward_mode_allowed()
         torch_compat.allow_forward_mode(True)
+        self._is_inference = torch.is_inference_mode_enabled()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -156,7 +159,7 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_closed:
             return func(*args, **kwargs)
-        if self.pending and not torch_compat.is_forward_mode_allowed():
+        if self.pending and self._is_in_function():
             self.flush(_IN_FUNCTION)  # it may free what it took or made
         if self.frame is not None and self.frame.f_back is None:
             self._abandon()  # an interrupt left the code without closing the region
@@ -202,17 +205,32 @@ class Region(TorchFunctionMode):
                 self._call_of_subclass = None
             is_argument = isinstance(result, Deferred) and len(self.pending) == count
             if is_argument and call is not None:  # the class may change its attributes
-                is_served = self._result_on_meta(call, result, True) is not None
-                return result if is_served else NotImplemented
+                node = result.preact_node
+                same = node.shape, node.dtype, node.channels_last
+                return (
+                    result
+                    if self._result_on_meta(call, *same, True) is not None
+                    else NotImplemented
+                )
             return result
 
-    def _result_on_meta(self, call: Call, like: Tensor, in_place: bool) -> Tensor | None:
+    def _result_on_meta(
+        self,
+        call: Call,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        channels_last: bool,
+        in_place: bool,
+    ) -> Tensor | None:
         """Returns `result_on_meta`; None if the class is not served."""
-        try:
-            return result_on_meta(call, like, in_place)
-        except NotServed as error:
-            self.refusal = str(error)
-            return None
+        strides = layout.strides(shape, channels_last)
+        with torch_compat.without_dispatch_modes_above(0):
+            like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            try:
+                return result_on_meta(call, like, in_place)
+            except NotServed as error:
+                self.refusal = str(error)
+                return None
 
     def is_recording(self) -> bool:
         """Whether operations may be deferred here.
@@ -222,8 +240,13 @@ class Region(TorchFunctionMode):
         tensors; and in custom autograd functions, which may free tensors that no operation of
         PyTorch reads.
         """
-        is_allowed = torch_compat.is_forward_mode_allowed()
-        return is_allowed and torch_compat.current_modes() == self._modes
+        return not self._is_in_function() and torch_compat.current_modes() == self._modes
+
+    def _is_in_function(self) -> bool:
+        """Whether the forward of a custom autograd function runs; not in another inference mode."""
+        if torch_compat.is_forward_mode_allowed():
+            return False
+        return torch.is_inference_mode_enabled() is self._is_inference
 
     def context_for(self, device: torch.device) -> Context | None:
         """Returns the modes for a deferred operation; None: it may not be deferred.
@@ -284,9 +307,8 @@ class Region(TorchFunctionMode):
             return NotImplemented  # the input was computed, or gradients are disabled
         meta_result = inputs[0].meta_result if in_place else None
         if self._call_of_subclass is not None:
-            strides = layout.strides(shape, channels_last)
-            like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-            meta_result = self._result_on_meta(self._call_of_subclass, like, in_place)
+            expected = shape, dtype, channels_last, in_place
+            meta_result = self._result_on_meta(self._call_of_subclass, *expected)
             if meta_result is None or (in_place and not isinstance(tensors[0], type(meta_result))):
                 return NotImplemented  # not served, or PyTorch returns another object
         node = Node(self, operation, settings, inputs, shape, dtype, channels_last, needs_grad)
@@ -319,6 +341,9 @@ class Region(TorchFunctionMode):
                 self.flush("a second call of the batch norm")
 
     def _call(self, func: Callable, reads_deferred: bool, args: tuple, kwargs: dict) -> Any:
+        if self.copies:
+            copies, self.copies = self.copies, {}
+            args, kwargs = mapped(lambda t: copies.get(id(t), t), (args, kwargs))
         if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
             return func(*args, **kwargs)
         if func in _BACKWARD or torch_compat.is_function_apply(func):  # they may write to anything

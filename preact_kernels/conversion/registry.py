@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Deferred
 from preact_kernels.conversion.functions import METADATA_FUNCTIONS
 
@@ -44,8 +45,17 @@ def rule(*functions: Callable, arguments: Callable) -> Callable:
 
 
 def cached(function: Callable) -> Callable:
-    """Caches results of `function`, except for symbolic sizes; `function` raises no TypeError."""
-    with_cache = functools.lru_cache(maxsize=4096)(function)
+    """Caches results of `function`, except for symbolic sizes; `function` raises no TypeError.
+
+    Dispatch modes of the program do not see what it calls.
+    """
+
+    @functools.lru_cache(maxsize=4096)
+    def with_cache(*args: Any) -> Any:
+        if torch_compat.has_fake_mode():
+            return function(*args)
+        with torch_compat.without_dispatch_modes_above(0):
+            return function(*args)
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -54,6 +64,7 @@ def cached(function: Callable) -> Callable:
         except TypeError:
             return function(*args)
 
+    call.cache_clear = with_cache.cache_clear  # type: ignore[attr-defined]
     return call
 
 

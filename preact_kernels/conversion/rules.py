@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.containers import items
-from preact_kernels.conversion.deferred import Deferred, compute, computed_arguments
+from preact_kernels.conversion.deferred import Deferred, compute
 from preact_kernels.conversion.norm_modules import calling_norm
 from preact_kernels.conversion.operations import (
     CALL,
@@ -49,7 +49,8 @@ from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
 from preact_kernels.ops.norm_act import NormArguments
 
 _NOT_RECORDED = (
-    "it runs inside torch.utils.checkpoint, a custom autograd function or a functional transform"
+    "it runs inside torch.utils.checkpoint, a custom autograd function, a functional transform or "
+    "a second torch.inference_mode"
 )
 
 FIRST |= {F.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, F.layer_norm}
@@ -106,10 +107,10 @@ def _record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     if result is not NotImplemented or isinstance(norm, GroupNorm) or not norm.training:
         return result
     running = running_statistics(norm)
-    if not torch_compat.is_recomputing() or not all(type(t) is Tensor for t in running):
-        return result
-    x, weight, bias = computed_arguments((x, norm.weight, norm.bias), "a norm")
-    return with_copied_statistics(norm).plain(x, weight, bias)
+    if running and torch_compat.is_recomputing():
+        copied = running_statistics(with_copied_statistics(norm))
+        region.copies = dict(zip(map(id, running), copied, strict=True))
+    return result
 
 
 def record_norm(region: Any, x: Tensor, norm: Any) -> Any:

@@ -6,9 +6,10 @@ tensors of the meta device, from which each result takes its class and its attri
 
 import functools
 import inspect
+import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -114,9 +115,14 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
     in_order = tensors((args, kwargs))[::-1]
     given = Call(call.function, args, kwargs)
     function = _Function(given, in_order[0] if in_place else result)
-    with torch_compat.enable_torch_function(), torch.no_grad():
-        kinds: Any = tuple(map(type, get_overloaded_args(in_order)))
-        found: Any = NotImplemented
+    found: Any = NotImplemented
+    with torch_compat.enable_torch_function():
+        kinds: Any = tuple(type(t) for t in get_overloaded_args(in_order) if type(t) is not Tensor)
+        if not kinds:  # the classes have no function of their own
+            return result
+        if any(call.function in _refused.get(kind, ()) for kind in kinds):
+            raise _not_served(kinds, call.function)
+        counts = [*map(sys.getrefcount, in_order)]
         try:
             with function:
                 for kind in kinds:
@@ -124,15 +130,25 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
                         found = kind.__torch_function__(call.function, kinds, args, kwargs)
         except Exception:  # the call itself will raise
             found = None
-    if not kinds:  # the classes have no function of their own
-        return result
-    if not isinstance(found, Tensor) or not _has_memory_of(found, function.result):
-        names = ", ".join(kind.__name__ for kind in kinds)
-        name = call.function.__name__
-        raise NotServed(
-            f"a {names}, whose __torch_function__ does more than call {name}: {_ADVICE}"
-        )
+    is_passed_on = isinstance(found, Tensor) and _has_memory_of(found, function.result)
+    if is_passed_on and not in_place:  # neither arguments nor the result may be kept elsewhere
+        is_passed_on = counts == [*map(sys.getrefcount, in_order)] and sys.getrefcount(found) <= 2
+    if function.is_refused or not is_passed_on or _has_meta_tensors(found):
+        if function.is_refused or found is not None:
+            for kind in kinds:
+                _refused.setdefault(kind, set()).add(call.function)
+        raise _not_served(kinds, call.function)
     return found
+
+
+# Functions that a class does more than pass on: it is not asked again, for its side effects.
+_refused: weakref.WeakKeyDictionary[type, set[Callable]] = weakref.WeakKeyDictionary()
+
+
+def _not_served(kinds: Sequence[type], function: Callable) -> NotServed:
+    names = ", ".join(kind.__name__ for kind in kinds)
+    name = getattr(function, "__name__", function)
+    return NotServed(f"a {names}, whose __torch_function__ does more than call {name}: {_ADVICE}")
 
 
 def _on_meta(t: Tensor) -> Tensor:
@@ -146,19 +162,38 @@ def _on_meta(t: Tensor) -> Tensor:
     return found
 
 
+def _has_meta_tensors(t: Tensor) -> bool:
+    """Whether attributes of a result hold tensors of the meta device."""
+    return any(a.is_meta for a in tensors(t.__dict__.values(), in_objects=True))
+
+
+# What is true of tensors of the meta device alone.
+_OF_META = {
+    getattr(Tensor, name).__get__
+    for name in (
+        *("device", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps", "is_xla"),
+        "requires_grad",
+    )
+}
+# Functions that a class may call on tensors of the meta device, and on others.
+_ALLOWED_ON_META = {*METADATA_FUNCTIONS, Tensor.as_subclass} - _OF_META
+_ALLOWED = {*METADATA_FUNCTIONS, Tensor.clone, Tensor.detach, Tensor.__deepcopy__}
+
+
 class _Function(TorchFunctionMode):
-    """Returns `result` for a call, and refuses other calls on the meta device."""
+    """Returns `result` for a call, and refuses calls that compute or draw anything else."""
 
     def __init__(self, call: Call, result: Tensor) -> None:
         super().__init__()
-        self._call, self.result = call, result
+        self._call, self.result, self.is_refused = call, result, False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is self._call.function and _is_same((args, kwargs), self._call[1:]):
             return self.result
         is_on_meta = any(t.is_meta for t in tensors((args, kwargs)))
-        if is_on_meta and func not in METADATA_FUNCTIONS and func is not Tensor.as_subclass:
+        if func not in (_ALLOWED_ON_META if is_on_meta else _ALLOWED):
+            self.is_refused = True
             raise RuntimeError("a function other than the one that was called")
         return func(*args, **kwargs)
 
@@ -192,7 +227,7 @@ def deferred_class(kind: type[Tensor]) -> type[Deferred]:
     `isinstance` holds for both. Whatever `kind` adds to Tensor, or overrides, is computed first.
     """
     inherited = frozenset(n for n in dir(Tensor) if not _overrides(kind, n)) | _OWN_NAMES
-    inherited -= {"__class__"}
+    inherited -= {"__class__", "__dict__"}
 
     def get(self: Any, name: str) -> Any:
         if name in inherited:
@@ -205,7 +240,10 @@ def deferred_class(kind: type[Tensor]) -> type[Deferred]:
         else:
             setattr(compute(self, name), name, value)
 
-    members: dict[str, Any] = {"__getattribute__": get, "__setattr__": set_}
+    def delete(self: Any, name: str) -> None:
+        delattr(compute(self, name), name)
+
+    members = {"__getattribute__": get, "__setattr__": set_, "__delattr__": delete}
     for name in dir(kind):  # Python looks up special methods in the class alone
         is_special = name.startswith("__") and name not in inherited | _OF_CLASSES
         if is_special and callable(getattr(kind, name)) and _overrides(kind, name):
@@ -215,7 +253,7 @@ def deferred_class(kind: type[Tensor]) -> type[Deferred]:
     return own
 
 
-_OWN_NAMES = frozenset(("preact_node", "__dict__", "__torch_function__", "__torch_dispatch__"))
+_OWN_NAMES = frozenset(("preact_node", "__torch_function__", "__torch_dispatch__"))
 # Special methods that belong to a class and not to its instances.
 _OF_CLASSES = frozenset(
     f"__{name}__"

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
+from preact_kernels.conversion import rules
 from tests.convert.packages import monai
 from tests.convert.random_model_parts import Marked, marked
 from tests.convert.trial import Subject, assert_alike
@@ -44,7 +46,7 @@ class Doubling(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         y = super().__torch_function__(func, types, args, kwargs or {})
-        return y * 2 if func is F.relu else y
+        return y * 2 if func in (F.relu, F.selu) else y
 
 
 class Halving(Tensor):
@@ -55,6 +57,57 @@ class Halving(Tensor):
         if func is F.relu:
             args = (args[0].as_subclass(Tensor) / 2, *args[1:])
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Adding(Tensor):
+    """A class that adds random numbers to the results of ReLU."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        return y + torch.rand(y.shape, dtype=y.dtype) if func is F.relu else y
+
+
+class Keeping(Tensor):
+    """A class whose results have an attribute of their first argument, or of themselves."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(y, Keeping) and func is F.relu:
+            y.mark = cls.read(args[0], y)
+        return y
+
+
+class KeepingArgument(Keeping):
+    def read(x, y):
+        return x.numel() if x.grad_fn is None else int(x.device.type == "cpu")
+
+
+class KeepingDevice(Keeping):
+    def read(x, y):
+        return str(y.device)
+
+
+class KeepingGradient(Keeping):
+    def read(x, y):
+        return y.requires_grad, torch.is_grad_enabled()
+
+
+class KeepingValue(Keeping):
+    def read(x, y):
+        try:
+            return bool((y.as_subclass(Tensor).detach() > 0).any())
+        except RuntimeError:
+            return None
+
+
+class KeepingHistory(Keeping):
+    kept = ()
+
+    def read(x, y):
+        KeepingHistory.kept = (*KeepingHistory.kept[-3:], x)
+        return {t.device.type for t in KeepingHistory.kept}
 
 
 class Refusing(Tensor):
@@ -252,6 +305,18 @@ def set_title(net, h):
     return h
 
 
+def copy_attributes(net, h):
+    other = marked(torch.ones(1, dtype=h.dtype))
+    other.__dict__ = h.__dict__.copy()
+    net.kept = sorted(vars(other))
+    return h * other.mark
+
+
+def delete_mark(net, h):
+    del h.mark
+    return h * 1
+
+
 @pytest.mark.parametrize(
     "between",
     [
@@ -260,6 +325,9 @@ def set_title(net, h):
         lambda net, h: h * len(h),
         lambda net, h: h * len(h.title),
         set_title,
+        lambda net, h: h * vars(h)["mark"],
+        copy_attributes,
+        delete_mark,
     ],
 )
 def test_what_a_class_adds_or_overrides(between):
@@ -274,10 +342,55 @@ def test_autocast_and_evaluation():
     run(call=call)
 
 
-@pytest.mark.parametrize("kind", [Doubling, Halving])
-def test_a_class_that_changes_results_runs_plain(kind):
+KEEPING = KeepingArgument, KeepingDevice, KeepingGradient, KeepingValue, KeepingHistory
+
+
+@pytest.mark.parametrize("kind", [Doubling, Halving, Adding, *KEEPING])
+def test_a_class_that_does_more_than_pass_on_results_runs_plain(kind):
     report = run(kind=kind, fused=0)
-    assert f"{kind.__name__}, whose __torch_function__ does more than call relu" in str(report)
+    assert f"a {kind.__name__}, whose __torch_function__ does more than call relu" in str(report)
+    run()  # others are served
+
+
+class Recomputed(Net):
+    def forward(self, x):
+        h = F.selu(self.norm1(self.between[0](self, self.stem(x))))
+        return self.conv1(h) * (2 if isinstance(h, Marked | Doubling) else 1)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", [Doubling, Marked])
+@pytest.mark.parametrize("between", [same, lambda net, h: h[:, :, ::2]], ids=["whole", "strided"])
+def test_what_runs_plain_in_a_recomputation_has_its_class(between, kind, use_reentrant):
+    plain = Recomputed(between).double()
+    net = pk.convert(copy.deepcopy(plain))
+    x, gradients = torch.randn(2, 2, 5, 6, dtype=torch.float64), []
+    for model in (plain, net):
+
+        def call(x, model=model):
+            return model(marked(x * 1, kind)).as_subclass(Tensor)
+
+        given = x.clone().requires_grad_()
+        checkpoint(call, given, use_reentrant=use_reentrant).square().sum().backward()
+        gradients.append([given.grad, model.norm1.weight.grad, model.stem.weight.grad])
+    torch.testing.assert_close(*gradients)
+    assert net.norm1.num_batches_tracked == 1
+
+
+def test_a_class_is_asked_once_if_it_runs_plain():
+    calls = []
+
+    class Counting(Doubling):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    net = pk.convert(Net(same))
+    for expected in (2, 1):
+        calls.clear()
+        net(marked(torch.randn(2, 2, 5, 6), Counting))
+        assert calls.count(F.relu) == 2 + expected - 1
 
 
 def test_errors_of_a_class_are_raised():
@@ -313,18 +426,22 @@ def test_parameters_of_a_class_are_named():
 
 
 def test_no_operations_on_the_meta_device_are_seen():
+    for probe in (rules._geometry, rules._called):
+        probe.cache_clear()
     found = set()
 
     class Devices(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found.update(a.device.type for a in args if isinstance(a, Tensor))
-            return func(*args, **(kwargs or {}))
+            y = func(*args, **(kwargs or {}))
+            found.update(t.device.type for t in (*args, y) if isinstance(t, Tensor))
+            pools.append(func is torch.ops.aten.max_pool2d_with_indices.default)
+            return y
 
-    net = pk.convert(Net(same))
+    net, pools = pk.convert(Net(lambda net, h: F.max_pool2d(h, 1))), []
     with Devices():
         y = net(images(torch.randn))
     assert len(pk.conversion_report(net).fused) == 2 and type(y) is Marked
-    assert found == {"cpu"}
+    assert found == {"cpu"} and sum(pools) == 1
 
 
 def test_as_little_is_kept_as_for_plain_tensors():
