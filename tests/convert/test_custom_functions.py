@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 import preact_kernels as pk
+from preact_kernels.conversion import named_activations
 from tests.convert.models import MODES, Block
 from tests.convert.random_model_parts import triple
 
@@ -328,3 +330,49 @@ def test_an_input_that_is_replaced_in_inference_mode_is_refused():
             y = block(x) + x
             x.set_(torch.zeros_like(x))
             y.sum()
+
+
+class InferenceInside(Block):
+    def forward(self, x):
+        with torch.inference_mode():
+            return super().forward(x)
+
+
+def test_inference_mode_inside_of_a_forward_is_no_custom_function():
+    net = pk.convert(InferenceInside())
+    net(torch.randn(2, 4, 6, 6))
+    assert len(pk.conversion_report(net).fused) == 1
+
+
+class Failing(torch.autograd.Function):
+    """Fails in its backward."""
+
+    forward = staticmethod(lambda ctx, t: t * 2)
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise ValueError("raised on purpose")
+
+
+class FailsInBackward(Block):
+    def forward(self, x):
+        regions.append(named_activations.regions.entered[-1])
+        return triple(self.conv(F.relu(self.bn(Failing.apply(x)))))
+
+
+regions: list = []
+
+
+def test_a_backward_that_fails_leaves_no_values_to_the_next_one():
+    net = pk.convert(FailsInBackward())
+    loss = net(torch.randn(2, 4, 6, 6, requires_grad=True)).sum()
+    region = regions.pop()
+    seen = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="on purpose"):
+            loss.backward(retain_graph=True)
+        (found,) = region.recomputed.values()
+        seen.append([weakref.ref(t) for t in found.values()])
+    del found
+    assert seen[0] and all(reference() is None for reference in seen[0])
+    assert all(reference() is not None for reference in seen[1])
