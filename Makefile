@@ -107,7 +107,8 @@ TOOL_TESTS := tests/bench tests/kernels/test_cuda_on_host.py
 # What depends on the version of torch. The numerics of the kernels do not.
 VERSION_TESTS := tests/behaviour tests/convert tests/stage tests/ops/test_double_backward.py \
   tests/ops/test_layout.py tests/ops/test_native_calls.py \
-  --ignore tests/behaviour/test_determinism.py --ignore tests/stage/test_resnet_1001.py
+  $(addprefix --ignore tests/,behaviour/test_accuracy.py behaviour/test_determinism.py \
+    stage/test_resnet_1001.py)
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: always build test test-study test-tools test-packages test-full compile-triton \
