@@ -21,8 +21,7 @@ ONEDNN = {
     "avx512": "AVX512_CORE",
     "avx512_bf16": "AVX512_CORE_BF16",
 }
-# Tests of what kernels compute, and of where convolutions are left to PyTorch. The other code above
-# the kernels is the same for every instruction set.
+# Tests of what kernels compute.
 TESTS = {
     "ops/test_bn_relu": (
         "forward_backward_and_running_statistics",
@@ -39,10 +38,7 @@ TESTS = {
         "an_infinite_weight_stays_inside_the_image",
         "an_infinite_gradient_stays_inside_the_image",
         "which_results_are_not_finite_for_taps_outside_of_the_image",
-        "which_results_of_a_large_weight_are_not_finite",
     ),
-    "ops/test_backend": ("backend_for_says_which_convolution_runs",),
-    "behaviour/test_accuracy": ("large_weights_are_right_where_the_processor_has_amx",),
     "kernels/test_cpu_activations": (
         "values_and_derivatives_over_the_whole_range",
         "any_table_may_have_rows",
@@ -70,6 +66,13 @@ TESTS = {
         "a_weight_that_is_not_finite_stays_inside_the_image",
     ),
 }
+# Tests of where convolutions are left to PyTorch. The other code above the kernels is the same for
+# every instruction set.
+ROUTES = (
+    "ops/test_bn_relu_conv.py::test_which_results_of_a_large_weight_are_not_finite",
+    "ops/test_backend.py::test_backend_for_says_which_convolution_runs",
+    "behaviour/test_accuracy.py::test_large_weights_are_right_where_the_processor_has_amx",
+)
 # Tests of the CPU kernels, also those that name no backend.
 SELECTED = ["-m", "not slow", "-k", "not reference and not triton and not cuda"]
 
@@ -119,5 +122,6 @@ class EachInstructionSet:
 
 if __name__ == "__main__":
     files = [f"tests/{file}.py::test_{name}" for file, names in TESTS.items() for name in names]
+    files += [f"tests/{test}" for test in ROUTES]
     options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
     sys.exit(pytest.main([*options, *SELECTED, *files], plugins=[EachInstructionSet()]))
