@@ -55,7 +55,7 @@ class Node:
         is_done: whether the node was computed, alone or in a fused operation.
         value: the result, from its computation until nothing needs it.
         meta_result: the result on the meta device, an instance of the subclass of Tensor that plain
-            PyTorch returns; None: a plain tensor.
+            PyTorch returns; None: a plain tensor. Its class and attributes are read.
         instance: `value` as an instance of that subclass, if the deferred tensor cannot become it.
         is_changed: whether `value` was changed in place with gradients enabled, while the tensor
             was deferred.
@@ -439,6 +439,8 @@ def become_plain(t: Deferred) -> None:
             node.returned_by = t.grad_fn
             with torch.enable_grad():
                 value = _WithHistory.apply(t, cast(Tensor, node.value).detach())
+            if node.instance is not None:
+                node.meta_result = node.instance  # the program may have changed its attributes
             node.value, node.instance = value, None
         if node.meta_result is not None and node.instance is None:
             node.instance = _instance_of(cast(Tensor, node.value), node.meta_result)

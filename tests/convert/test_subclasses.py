@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import preact_kernels as pk
 from preact_kernels.conversion import rules
 from tests.convert.packages import monai
-from tests.convert.random_model_parts import Marked, marked
+from tests.convert.random_model_parts import HalveInPlace, Marked, marked
 from tests.convert.trial import Subject, assert_alike
 
 pytestmark = pytest.mark.backends("cpu")
@@ -291,6 +291,7 @@ class Square(torch.autograd.Function):
         lambda net, h: F.interpolate(h, scale_factor=2)[..., ::2, ::2].contiguous(),
         lambda net, h: h * h.mark,
         lambda net, h: Square.apply(h),
+        lambda net, h: keep(net, HalveInPlace.apply(h)),
         lambda net, h: h.as_subclass(Tensor) + 0,
         lambda net, h: torch.stack([h, h]).sum(0),
         lambda net, h: F.dropout(F.relu(net.norm1(h)), 0.3, net.training),
