@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.conversion.compile_backend import fused_graph
+from preact_kernels.conversion.compile_backend import compile_fused, fused_graph
 from preact_kernels.torch_compat import storage_id
 from tests.cases import needs_entry_points
 from tests.convert import models, test_norm_act_models
@@ -162,6 +162,23 @@ NORMS = {
     "group": (lambda channels: nn.GroupNorm(2, channels),) * 3,
     "instance": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 }
+
+
+def test_inductor_keeps_the_memory_format_of_volumes_of_any_size(monkeypatch):
+    """Without that it fails, as the next test shows; this one does not run it."""
+    options = []
+
+    def compile_fx(graph, inputs, **given):
+        options.append(given.get("config_patches", {}))
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    for dims, dynamic in ((3, True), (3, False), (2, True)):
+        torch._dynamo.reset()
+        conv = (nn.Conv2d, nn.Conv3d)[dims - 2](8, 8, 3, padding=1)
+        model = nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU(), conv)
+        torch.compile(model, backend=compile_fused, dynamic=dynamic)(torch.randn(SIZES[dims][0]))
+    assert options == [{"layout_optimization": False}, {}, {}]
 
 
 @pytest.mark.slow
