@@ -61,6 +61,10 @@ class UnitCall(NamedTuple):
     channels_last: bool  # memory format of the result
     keep_factor: float = 1.0  # multiplies the elements that dropout keeps
 
+    def of_image(self, conv_weight: Tensor) -> Tensor:
+        """The weight as kernels take it. The program's is saved, as its data may be replaced."""
+        return conv_weight.unsqueeze(2) if self.dims == 3 else conv_weight
+
     def mask(self, bits: Tensor | None) -> Mask | None:
         """What dropout keeps of the activation."""
         return None if bits is None else Mask(bits, self.keep_factor)
@@ -93,7 +97,8 @@ class NormActConvFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         save(ctx, (x, weight, bias, conv_weight, mean, var, bits))
         norm = Norm(mean, var, weight, bias, call.eps, *call.unit.activation)
-        y = call.forward(Inputs(x, norm, conv_weight), Epilogue(conv_bias, residual), bits)
+        inputs = Inputs(x, norm, call.of_image(conv_weight))
+        y = call.forward(inputs, Epilogue(conv_bias, residual), bits)
         y = y.squeeze(2) if call.dims == 3 else y
         return layout.restored(y, call.channels_last).detach()
 
@@ -124,7 +129,8 @@ class NormActConvFunction(torch.autograd.Function):
                     a = a * mask.noise(x)
                 a = a.to(unit.dtype)
                 conv_bias = None if conv_bias is None else conv_bias.to(a.dtype)
-                return convolve(a, conv_weight.to(a.dtype), conv_bias, *unit.conv)
+                kernel = call.of_image(conv_weight).to(a.dtype)
+                return convolve(a, kernel, conv_bias, *unit.conv)
 
             with torch.autocast(x.device.type, enabled=False):
                 inputs = (x, weight, bias, conv_weight, zeros)
@@ -134,8 +140,11 @@ class NormActConvFunction(torch.autograd.Function):
         dx = dweight = dbias = dconv_weight = dconv_bias = None
         wanted = Wanted(needs_x or needs_weight or needs_bias, needs_conv)
         if any(wanted):
-            found = call.backward(dense_dy, Inputs(x, norm, conv_weight), wanted, bits)
+            given = Inputs(x, norm, call.of_image(conv_weight))
+            found = call.backward(dense_dy, given, wanted, bits)
             dconv_weight = found.conv_weight
+            if dconv_weight is not None and call.dims == 3:
+                dconv_weight = dconv_weight.squeeze(2)
         if wanted.input:
             needs = needs_weight, needs_bias
             dweight, dbias = parameter_gradients(found.sums, weight, bias, needs)
@@ -211,6 +220,7 @@ def norm_act_conv_of(
             residual, added_last = None, residual
         else:
             residual, unit = residual.to(y_dtype), unit._replace(y_dtype=y_dtype)
+    conv_weight = conv.weight
     if x.dim() == 3:
         conv = conv.of_image()
         unit = unit._replace(
@@ -221,7 +231,6 @@ def norm_act_conv_of(
                 dilation=(1, *unit.conv.dilation),
             ),
         )
-    conv_weight = conv.weight
     if conv_weight.dtype != dtype:
         pixels = x.numel() // x.shape[1]
         unit, conv_weight = with_served_weight(kernels, unit, conv_weight, pixels)

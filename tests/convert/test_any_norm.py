@@ -451,3 +451,15 @@ def test_the_report_lists_norms_without_parameters():
     for site, expected in zip(report, into, strict=True):
         assert re.search(expected, site.into) and site.name in str(report)
     assert "2 of 2 norms are fused" in str(report)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_backward_reads_the_data_that_replaced_those_of_a_convolution(dims):
+    """As in plain PyTorch, which saves the parameter itself."""
+
+    def forward(net, x):
+        y = two_units(net, x)
+        net.conv.weight.data = net.conv.weight.data * 0.9
+        return y
+
+    assert_runs(forward, "GN-SiLU-Conv", "GN-SiLU-Conv", dims=dims)
