@@ -35,7 +35,7 @@ from preact_kernels.kernels.contract import Activation
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments
-from preact_kernels.ops.group_norm import GroupNorm
+from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, NormArguments, ScaleShift, norm_act_of
 from preact_kernels.ops.norm_act_conv import norm_act_conv_of
@@ -249,6 +249,8 @@ class _Execution:
         if node.operation is NORM:
             if _crashes(node, inputs[0]):
                 inputs = [inputs[0].contiguous()]
+            if isinstance(node.settings.norm, InstanceNorm) and not node.channels_last:
+                inputs = [_WithNCHWGradients.apply(inputs[0])]
             # A checkpoint that runs the forward again does not update statistics a second time.
             updates = not torch_compat.is_recomputing()
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
@@ -417,6 +419,22 @@ def _with_plain_strides(y: Tensor) -> Tensor:
     if y.stride() == (*strides,):
         return y
     return y.clone(memory_format=torch.contiguous_format)
+
+
+class _WithNCHWGradients(torch.autograd.Function):
+    """Returns an image in NCHW; gradients of its gradient are in NCHW too.
+
+    The second derivative of PyTorch's instance norm may be wrong for one image in another format.
+    """
+
+    @staticmethod
+    def forward(ctx, t):
+        ctx.set_materialize_grads(False)
+        return _with_plain_strides(t).detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None if dy is None else _WithNCHWGradients.apply(dy)
 
 
 class _ToChannelsLast(torch.autograd.Function):

@@ -271,3 +271,25 @@ def test_the_same_second_gradients_are_none(name, is_converted, training, backen
 
     for wanted in (["x"], ["0.weight"], [n for n, _ in net.named_parameters()]):
         assert gradients(net, wanted) == gradients(plain, wanted), wanted
+
+
+def test_an_instance_norm_that_runs_plain_behind_a_unit():
+    """The second derivative of PyTorch's own may be wrong for one image in channels_last."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1 = nn.BatchNorm2d(4)
+            self.norm2 = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+
+        def forward(self, x):
+            return F.selu(self.norm2(F.silu(self.norm1(x)) * 2))
+
+    net, found = Net().double().eval(), []
+    x = torch.randn(1, 4, 5, 6, dtype=torch.float64)
+    dy = torch.randn_like(x)
+    for model in (copy.deepcopy(net), pk.convert(net)):
+        parameters = [*model.parameters()]
+        first = torch.autograd.grad(model(x), parameters, dy, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))
+    torch.testing.assert_close(*found)
