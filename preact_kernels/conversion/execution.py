@@ -122,7 +122,7 @@ class _Execution:
         self._saved = {s.inputs[0] for s in steps if s.name}  # that fused operations save
         # A custom autograd function may have taken a result, which its backward computes again from
         # what PyTorch's operators would save.
-        self._is_in_function = not torch_compat.is_forward_mode_allowed()
+        self._is_in_function = region.is_in_function()
         self._recomputation = Recomputation()
         # A compiler decides itself what it computes again.
         is_checkpoint = any(s.nodes[0].memory == "checkpoint" for s in steps if s.name)

@@ -94,7 +94,7 @@ class Region(TorchFunctionMode):
         self.is_closed = self._is_suspended = False
         self._suspended_for: list[Any] = []
         self.frame: types.FrameType | None = None  # frame that entered the region
-        self.recomputed: dict[int, dict[Node, Tensor]] = {}  # again, by backward
+        self.recomputed: dict[int, dict[Node, Tensor]] = {}  # values computed again, by backward
         self._modes = torch_compat.eager_modes()
         self._dispatch_modes = torch_compat.dispatch_mode_count()
         # Computed tensors that could not become plain tensors yet, by id.
@@ -159,7 +159,7 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_closed:
             return func(*args, **kwargs)
-        if self.pending and self._is_in_function():
+        if self.pending and self.is_in_function():
             self.flush(_IN_FUNCTION)  # it may free what it took or made
         if self.frame is not None and self.frame.f_back is None:
             self._abandon()  # an interrupt left the code without closing the region
@@ -207,11 +207,8 @@ class Region(TorchFunctionMode):
             if is_argument and call is not None:  # the class may change its attributes
                 node = result.preact_node
                 same = node.shape, node.dtype, node.channels_last
-                return (
-                    result
-                    if self._result_on_meta(call, *same, True) is not None
-                    else NotImplemented
-                )
+                if self._result_on_meta(call, *same, True) is None:
+                    return NotImplemented
             return result
 
     def _result_on_meta(
@@ -240,9 +237,9 @@ class Region(TorchFunctionMode):
         tensors; and in custom autograd functions, which may free tensors that no operation of
         PyTorch reads.
         """
-        return not self._is_in_function() and torch_compat.current_modes() == self._modes
+        return not self.is_in_function() and torch_compat.current_modes() == self._modes
 
-    def _is_in_function(self) -> bool:
+    def is_in_function(self) -> bool:
         """Whether the forward of a custom autograd function runs; not in another inference mode."""
         if torch_compat.is_forward_mode_allowed():
             return False
