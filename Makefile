@@ -54,7 +54,7 @@ PIP_FLAGS := -q --disable-pip-version-check --no-compile
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_FLAGS)
 # With folders: their times change when a file is deleted.
 CSRC := $(shell find csrc 2>/dev/null)
-CXX_TESTS := tests/kernels/cuda_on_host tests/kernels/cpu_variants
+CXX_TESTS := testbed/cuda_on_host tests/kernels/cpu_variants
 CXX_FILES := $(filter %.h %.cuh %.cpp %.cu,$(CSRC) $(wildcard $(addsuffix /*,$(CXX_TESTS)) bench/*.cu))
 
 # Stamp files. CPU_BUILD is the CPU library alone, BUILD both libraries.
@@ -134,7 +134,7 @@ test-full: lint $(BUILD) compile-triton-full cuda-on-host
 	@$(PYTEST) $(ARGS)
 
 # Compiled again only where a kernel, a launcher, the script or Triton has changed.
-TRITON_KERNELS := tests/kernels/compile_triton.py $(REQUIREMENTS) preact_kernels/kernels/triton \
+TRITON_KERNELS := tests/kernels/compile_triton.py testbed/triton_driver.py $(REQUIREMENTS) preact_kernels/kernels/triton \
   $(wildcard preact_kernels/torch_compat.py preact_kernels/kernels/*.py \
     preact_kernels/kernels/triton/*.py)
 
@@ -158,7 +158,7 @@ build/triton/.newest: $(TRITON_KERNELS) $(NEWEST_TRITON)
 
 # The CUDA kernels for the host, which pytest would otherwise compile at start-up.
 cuda-on-host: $(BUILD)
-	@$(BIN)/python -m tests.kernels.cuda_on_host.build
+	@$(BIN)/python -m testbed.cuda_on_host.build
 
 check-oldest:
 	@$(MAKE) check-torch TORCH=$(OLDEST_TORCH)

@@ -22,7 +22,7 @@ import preact_kernels as pk
 from bench import measure, records
 from bench.measure import MIB
 from bench.records import CONVERTED, ConvertedRow, put, read, slug
-from tests.convert import published_models as published
+from testbed import published_models as published
 
 
 class Case(NamedTuple):

@@ -1,7 +1,7 @@
 """Records the launches of a training step without a GPU: stages run, but their kernels do not.
 
 The backends' own code launches kernels on CPU tensors; no kernel reads or writes them. The CUDA
-library is compiled for the host by tests/kernels/cuda_on_host. Stem, head, optimizer and the update
+library is compiled for the host by testbed/cuda_on_host. Stem, head, optimizer and the update
 of running statistics (a few launches per step) do not run. PyTorch's operators between two calls of
 a backend run, but are not recorded: around a projection, casts to and from a float32 stream and the
 addition of two gradients.
@@ -180,7 +180,7 @@ def cuda_launches(
     Instructions are those of the library for GPUs, if it is there: build it from these sources.
     """
     from preact_kernels.kernels.cuda import LIBRARY, PACKAGE, CUDAKernels
-    from tests.kernels.cuda_on_host import build, serve_cpu
+    from testbed.cuda_on_host import build, serve_cpu
 
     if shutil.which(build.CXX[0]) is None:
         raise RuntimeError(
@@ -246,7 +246,7 @@ def triton_launches(
 
     from preact_kernels.kernels import triton as kernels
     from preact_kernels.kernels.triton import launch
-    from tests.kernels.compile_triton import active_driver
+    from testbed.triton_driver import active_driver
 
     if launch.INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, but the interpreter has no launches")

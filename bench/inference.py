@@ -18,7 +18,7 @@ import preact_kernels as pk
 from bench import measure, records
 from bench.measure import DTYPES
 from bench.records import INFERENCE, InferenceRow, put, slug
-from tests.convert import published_models as published
+from testbed import published_models as published
 
 BASELINE = "eager"
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from tests.kernels.cuda_programs import cuobjdump
+from testbed.cuda_programs import cuobjdump
 
 CYCLES_PER_US = 1755  # of the clock; an H100 and an H200 reach 1,980 at most
 SCHEDULERS = 4  # of a multiprocessor

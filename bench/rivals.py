@@ -25,8 +25,8 @@ from bench import measure, records
 from bench.contenders import _inductor as inductor
 from bench.measure import MIB
 from bench.records import RIVALS, RivalRow, put, read, slug
-from tests.convert import norm_act_models, packages
-from tests.convert import published_models as published
+from testbed import norm_act_models, packages
+from testbed import published_models as published
 
 
 class Case(NamedTuple):

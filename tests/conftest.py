@@ -18,8 +18,8 @@ import preact_kernels as pk
 from preact_kernels import torch_compat
 from preact_kernels.kernels import cpu, cuda, pytorch_conv
 from preact_kernels.ops import dispatch as backends
+from testbed.cuda_on_host import serve_cpu
 from tests.cases import SERVED_DTYPES, covering, device_of
-from tests.kernels.cuda_on_host import serve_cpu
 from tests.lost_gpu import pytest_runtest_makereport as pytest_runtest_makereport
 
 IS_CUDA_ON_HOST = serve_cpu.install()  # before the backends are counted

@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
+from testbed.cuda_on_host import serve_cpu
 from tests.cases import device_of
-from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits
 
 

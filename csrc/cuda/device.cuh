@@ -3,7 +3,7 @@
 // Kernels are plain CUDA over raw pointers, with one parameter struct each. All shared memory comes
 // from `dynamic_shared()`, warp collectives name all 32 lanes, and every thread reaches every
 // barrier. The same sources can therefore run on the host, where PK_CUDA_ON_HOST replaces the
-// contents of this header by tests/kernels/cuda_on_host/device.h.
+// contents of this header by testbed/cuda_on_host/device.h.
 #pragma once
 
 #if defined(PK_CUDA_ON_HOST)

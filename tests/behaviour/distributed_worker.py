@@ -27,8 +27,8 @@ import preact_kernels as pk
 from preact_kernels.kernels import cuda
 from preact_kernels.models.preact_resnet import PreActResNet
 from preact_kernels.ops.memory_mode import MEMORY_MODES
+from testbed import published_models as foreign
 from tests.cases import random_block, randomised
-from tests.convert import published_models as foreign
 
 CPU = torch.device("cpu")
 CLASSES = 5

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import (
 )
 
 import preact_kernels as pk
+from testbed.published_models import FunctionalBottleneck
 from tests.cases import EVERY_MODULE, small_network
-from tests.convert.published_models import FunctionalBottleneck
 from tests.oracle import assert_same_bits, evaluate, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # what runs a forward is above the backends

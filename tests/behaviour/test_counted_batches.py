@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import preact_kernels as pk
+from testbed.published_models import FunctionalBottleneck
 from tests.cases import EVERY_MODULE, randomised
-from tests.convert.published_models import FunctionalBottleneck
 from tests.oracle import plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # what runs a forward is above the backends

@@ -22,8 +22,8 @@ def names_of(path):
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
-def imports(path):
-    """Modules of this package that a file imports anywhere in it, as names behind the package's."""
+def imports(path, folder="preact_kernels"):
+    """Modules in a top-level folder that a file imports, as names behind the folder's."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -35,7 +35,7 @@ def imports(path):
             continue
         for name in names:
             package, *parts = name.split(".")
-            if package == "preact_kernels":
+            if package == folder:
                 yield parts
 
 
@@ -55,6 +55,18 @@ def test_no_backend_imports_another():
         found = [p for p in imports(path) if p[0] == "kernels" and p[1:2] not in allowed]
         others += [(path.name, ".".join(p)) for p in found]
     assert not others
+
+
+def test_benchmarks_import_no_tests_and_what_both_use_imports_neither():
+    above = {"bench": ["tests"], "testbed": ["bench", "tests"]}
+    found = [
+        (path.name, ".".join((other, *names)))
+        for folder, others in above.items()
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for other in others
+        for names in imports(path, other)
+    ]
+    assert not found
 
 
 def test_no_file_is_named_for_nothing():

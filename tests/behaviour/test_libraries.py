@@ -34,7 +34,7 @@ def schemas_of(library):
     return {name: str(op.default._schema).partition("(")[2] for name, op in found.items()}
 
 
-# In a process of its own: tests/kernels/cuda_on_host registers ops of the same names.
+# In a process of its own: testbed/cuda_on_host registers ops of the same names.
 OF_CUDA = """
 import json
 from tests.behaviour.test_libraries import schemas_of

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from preact_kernels.kernels import cpu
+from testbed import host_compiler
 from tests.behaviour.failing_allocation import MEMORY_FORMATS, MODULES, Attempt
-from tests.kernels import host_compiler
 
 pytestmark = [
     pytest.mark.not_under_sanitizer,

@@ -120,7 +120,7 @@ def test_the_distributions_have_the_version_and_what_building_and_testing_need(t
         "csrc/cuda/nvcc.sh",
         "preact_kernels/py.typed",
         "tests/conftest.py",
-        "tests/kernels/cuda_on_host/device.h",
+        "testbed/cuda_on_host/device.h",
         "bench/report.py",
         "docs/benchmarks.md",
         "examples/memory_budget.py",

@@ -23,8 +23,8 @@ from bench.dry_run import BACKWARD, FORWARD, Launch, Part, StageLaunches
 from bench.launches import Kernel, arguments, kernels_in, main, recorded, rows_of
 from bench.records import LAUNCHES, LaunchRow, put, read
 from preact_kernels.kernels import cuda
-from tests.kernels import cuda_programs
-from tests.kernels.cuda_on_host import build, serve_cpu
+from testbed import cuda_programs
+from testbed.cuda_on_host import build, serve_cpu
 
 # Per block without a projection, in each stage; without launches that occur once per run.
 # Triton stores the gradient that the 3x3 convolution's backward reads.
@@ -243,7 +243,7 @@ def test_a_library_of_other_sources_is_stale(tmp_path):
 def test_the_driver_of_triton_is_active_again_after_a_recording(error, monkeypatch):
     triton = pytest.importorskip("triton")
     from preact_kernels.kernels.triton import launch
-    from tests.kernels.compile_triton import Driver
+    from testbed.triton_driver import Driver
 
     monkeypatch.setattr(launch, "INTERPRETED", False)
     driver = Driver(80)

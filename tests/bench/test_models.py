@@ -11,8 +11,8 @@ pytest.importorskip("tqdm")
 from bench import converted, inference, report, rivals
 from bench.measure import Machine
 from bench.records import ConvertedRow, InferenceRow, RivalRow, read
-from tests.convert import norm_act_models
-from tests.convert import published_models as published
+from testbed import norm_act_models
+from testbed import published_models as published
 
 CPU = torch.device("cpu")
 

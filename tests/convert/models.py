@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from tests.convert import published_models as foreign
+from testbed import published_models as foreign
 
 MODES = ("store", "rebuild", "checkpoint")
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from tests.convert import published_models as foreign
+from testbed import published_models as foreign
 from tests.convert.models import Block, Chain, small
 from tests.convert.trial import Subject, assert_alike, ignore, tensors_of
 from tests.oracle import assert_same_bits, evaluate

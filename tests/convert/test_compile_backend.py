@@ -12,10 +12,10 @@ from torch.nn import functional as F
 import preact_kernels as pk
 from preact_kernels.conversion.compile_backend import compile_fused, fused_graph
 from preact_kernels.torch_compat import storage_id
+from testbed import published_models as foreign
+from testbed.norm_act_models import SwishFunction
 from tests.cases import needs_entry_points
 from tests.convert import models, test_norm_act_models
-from tests.convert import published_models as foreign
-from tests.convert.norm_act_models import SwishFunction
 from tests.convert.trial import tensors_of
 
 pytestmark = pytest.mark.backends("cpu")

@@ -15,16 +15,16 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import preact_kernels as pk
-from tests import oracle
-from tests.cases import in_dtype, randomised
-from tests.convert import random_model_parts
-from tests.convert.models import PostActBlock, report_of
-from tests.convert.published_models import (
+from testbed.published_models import (
     DenseLayer,
     FunctionalBlock,
     timm_model,
     torchvision_models,
 )
+from tests import oracle
+from tests.cases import in_dtype, randomised
+from tests.convert import random_model_parts
+from tests.convert.models import PostActBlock, report_of
 from tests.convert.random_model_parts import Same, triple
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from tests.convert import published_models as foreign
+from testbed import published_models as foreign
 from tests.convert.models import MODELS, MODES, PUBLISHED, SMALL, Block, Chain, built
 from tests.convert.trial import Copies
 from tests.oracle import assert_within_budget, unit_roundoff

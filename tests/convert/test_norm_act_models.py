@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from tests.convert import norm_act_models as own
-from tests.convert.packages import OneInput, diffusers, monai
-from tests.convert.published_models import torchvision_models
+from testbed import norm_act_models as own
+from testbed.packages import OneInput, diffusers, monai
+from testbed.published_models import torchvision_models
 from tests.convert.trial import Subject, assert_alike
 from tests.oracle import assert_within_budget, gradient_like
 

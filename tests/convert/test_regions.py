@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
 from preact_kernels.conversion import execution, owners
-from tests.convert import published_models as foreign
+from testbed import published_models as foreign
 from tests.convert.models import MODES, Block, Chain, small
 from tests.convert.random_model_parts import SaveAndSquare, triple
 from tests.convert.trial import Copies, Subject, assert_alike, facts, tensors_of

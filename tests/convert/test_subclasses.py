@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
 from preact_kernels.conversion import rules
-from tests.convert.packages import monai
+from testbed.packages import monai
 from tests.convert.random_model_parts import HalveInPlace, Marked, marked
 from tests.convert.trial import Subject, assert_alike
 

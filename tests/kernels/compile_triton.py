@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ import pytest
 import torch
 import triton
 from triton._C.libtriton import ir, llvm
-from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
 from preact_kernels.kernels import triton as kernels
@@ -57,8 +56,9 @@ from preact_kernels.kernels.triton.configurations import (
     weight_bytes,
 )
 from preact_kernels.kernels.triton.launch import INTERPRETED, Device, compile_options
+from testbed.cuda_programs import cuobjdump
+from testbed.triton_driver import active_driver
 from tests.cases import unit_of
-from tests.kernels.cuda_programs import cuobjdump
 
 CAPABILITIES = (80, 90, 100)  # no spills allowed
 
@@ -148,34 +148,6 @@ def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
             narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
             found += [Task(c, torch.float32, shape, tf32=False) for shape in narrow]
     return found
-
-
-class Driver:
-    """The parts of a Triton driver that compilation needs."""
-
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.target.arch  # kernels cache the target of each device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-
-@contextlib.contextmanager
-def active_driver(capability: int) -> Iterator[None]:
-    """Triton compiles for a GPU in the body."""
-    config = triton.runtime.driver
-    before = config._active  # None: chosen at first use, which may fail without a GPU
-    config.set_active(Driver(capability))
-    try:
-        yield
-    finally:
-        config.set_active(before)
 
 
 class Launch(NamedTuple):

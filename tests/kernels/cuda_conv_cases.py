@@ -31,9 +31,9 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
+from testbed.cuda_on_host import serve_cpu
 from tests.cases import device_of, unit_of
 from tests.conftest import IS_CUDA_ON_HOST
-from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_within_budget
 
 DEVICE = device_of("cuda")

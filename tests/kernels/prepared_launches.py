@@ -28,8 +28,9 @@ from preact_kernels.kernels.contract import (
     Statistics,
 )
 from preact_kernels.kernels.triton import block_run, conv, launch, packing, run_units
+from testbed.triton_driver import Driver
 from tests.cases import unit_of
-from tests.kernels.compile_triton import Driver, replace
+from tests.kernels.compile_triton import replace
 
 BOTTLENECK, BASIC = [(5, 20, 1), (5, 5, 3), (20, 5, 1)], [(20, 20, 3)] * 2
 SMALL = [(5, 20, 1), (5, 5, 1), (20, 5, 1)]  # two kernels of one grid

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cuda_programs import cuobjdump
+from testbed.cuda_programs import cuobjdump
 
 triton = pytest.importorskip("triton")
 

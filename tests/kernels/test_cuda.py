@@ -1,6 +1,6 @@
 """What is particular to the CUDA kernels: vectors, grids, schedules, partial sums, addresses.
 
-Without a GPU they run on the host (`tests/kernels/cuda_on_host/`), by the same sources.
+Without a GPU they run on the host (`testbed/cuda_on_host/`), by the same sources.
 """
 
 import os
@@ -16,9 +16,9 @@ import torch
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Norm
+from testbed.cuda_on_host import build, serve_cpu
 from tests.cases import device_of
 from tests.kernels.cuda_conv_cases import kernels, on_host, set_schedule
-from tests.kernels.cuda_on_host import build, serve_cpu
 from tests.kernels.cuda_op_cases import OPS, arguments, check_ops, random_images, run
 from tests.oracle import assert_same_bits, unit_roundoff
 

@@ -1,6 +1,6 @@
 """CUDA kernels of norms with rows, of every activation, and of the statistics of groups.
 
-Without a GPU they run on the host (`tests/kernels/cuda_on_host/`), by the same sources.
+Without a GPU they run on the host (`testbed/cuda_on_host/`), by the same sources.
 """
 
 import itertools
@@ -20,6 +20,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.reference.activations import activate
+from testbed.cuda_on_host import serve_cpu
 from tests.cases import device_of, gradient_on_gpu, served_by_vectors, unit_of
 from tests.kernels.cuda_conv_cases import (
     Case,
@@ -29,7 +30,6 @@ from tests.kernels.cuda_conv_cases import (
     on_host,
     set_schedule,
 )
-from tests.kernels.cuda_on_host import serve_cpu
 from tests.kernels.cuda_op_cases import NORM_OPS, arguments, check_ops, random_images, run
 from tests.oracle import assert_same_bits, assert_within_budget, unit_roundoff
 

@@ -14,7 +14,7 @@ import pytest
 from torch.utils import cpp_extension
 
 from preact_kernels.kernels import cuda
-from tests.kernels import cuda_programs
+from testbed import cuda_programs
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "build" / "cuda" / "ptxas.csv"

@@ -11,6 +11,7 @@ from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Conv, Gradient, Norm, Wanted
 from preact_kernels.ops import dispatch
 from preact_kernels.torch_compat import FakeTensorMode
+from testbed.cuda_on_host import serve_cpu
 from tests.cases import in_dtype, random_block, recorded_calls, unit_of
 from tests.conftest import IS_CUDA_ON_HOST
 from tests.kernels.cuda_conv_cases import (
@@ -39,7 +40,6 @@ from tests.kernels.cuda_conv_cases import (
     set_schedule,
     typical,
 )
-from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, check, plain_copy, weight_gradient_inside_the_image
 
 pytestmark = pytest.mark.usefixtures("fused_convolutions")

@@ -15,6 +15,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.ops.blocks import Span, Stage
+from testbed.cuda_on_host import serve_cpu
 from tests.cases import in_dtype, random_block, random_stage, recorded_calls, unit_by_unit
 from tests.kernels.cuda_conv_cases import (
     DEVICE,
@@ -28,7 +29,6 @@ from tests.kernels.cuda_conv_cases import (
     set_schedule,
     unit,
 )
-from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, evaluate, gradient_like
 
 pytestmark = pytest.mark.usefixtures("fused_convolutions")

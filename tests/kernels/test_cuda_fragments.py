@@ -13,9 +13,9 @@ import shutil
 import pytest
 import torch
 
-from tests.kernels import cuda_programs
+from testbed import cuda_programs
+from testbed.cuda_on_host import build
 from tests.kernels.cuda_conv_cases import LOW_NAN, as_tf32
-from tests.kernels.cuda_on_host import build
 from tests.oracle import same_bits
 
 IS_ON_GPU = torch.cuda.is_available()

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.kernels.cuda_on_host import build
+from testbed.cuda_on_host import build
 
 if shutil.which(build.CXX[0]) is None:
     pytest.skip(f"no C++ compiler: {build.CXX[0]} not found", allow_module_level=True)
@@ -250,7 +250,7 @@ torch.cuda.get_device_capability = lambda device=None: (9, 0)
 from preact_kernels.kernels import cuda
 cuda.load_library = lambda name: "no library"
 from tests import conftest
-from tests.kernels.cuda_on_host import serve_cpu
+from testbed.cuda_on_host import serve_cpu
 print(serve_cpu.install(), serve_cpu.missing())
 (skipped,) = (p for p in conftest._missing() if p.id == "cuda")
 print(*(mark.args[0] for mark in skipped.marks))

@@ -12,10 +12,10 @@ import preact_kernels as pk
 from bench.contenders import BY_NAME
 from preact_kernels.kernels import cuda
 from preact_kernels.kernels.contract import Statistics
+from testbed.cuda_on_host import serve_cpu
 from tests.cases import Autocast, in_dtype, random_block, recorded_calls
 from tests.conftest import IS_CUDA_ON_HOST, CalledOps
 from tests.kernels.cuda_conv_cases import DEVICE, kernels, launches, nhwc, on_host
-from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, check, evaluate, plain_copy, same_bits
 
 SIDES = {16: 32, 32: 16, 64: 8}  # of the images, by inner channels

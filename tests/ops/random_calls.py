@@ -35,7 +35,7 @@ from torch import Tensor
 
 import preact_kernels as pk
 from preact_kernels.kernels import cpu
-from tests.kernels.cuda_on_host import serve_cpu
+from testbed.cuda_on_host import serve_cpu
 from tests.ops.random_arguments import Sizes, Subclass, damage, described, tensors_in
 
 FUNCTIONS = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from preact_kernels.kernels import cpu
-from tests.kernels.cuda_on_host import serve_cpu
+from testbed.cuda_on_host import serve_cpu
 from tests.ops import random_calls
 from tests.ops.random_calls import NAMESPACES, Namespace, Op, Parameter
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.ops.batch_norm import unbiased
+from testbed import published_models as foreign
 from tests.cases import random_stage
-from tests.convert import published_models as foreign
 from tests.oracle import evaluate, plain_copy, same_bits
 
 pytestmark = pytest.mark.backends("cpu")

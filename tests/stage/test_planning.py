@@ -12,8 +12,8 @@ from torch import nn
 import preact_kernels as pk
 from preact_kernels import planning
 from preact_kernels.ops.memory_mode import MEMORY_MODES
+from testbed.published_models import FunctionalBottleneck, FunctionalNet
 from tests.cases import in_dtype, random_block, random_stage
-from tests.convert.published_models import FunctionalBottleneck, FunctionalNet
 from tests.oracle import same_bits
 
 PLENTY = 10**15

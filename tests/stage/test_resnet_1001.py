@@ -12,6 +12,7 @@ import torch
 
 import preact_kernels as pk
 from preact_kernels.ops import dispatch as backends
+from testbed.cuda_on_host import serve_cpu
 from tests.cases import (
     ConvCase,
     conv_inputs,
@@ -21,7 +22,6 @@ from tests.cases import (
     random_block,
     recorded_calls,
 )
-from tests.kernels.cuda_on_host import serve_cpu
 from tests.oracle import assert_same_bits, check, evaluate, plain_copy
 from tests.reruns import assert_runs_agree
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.kernels import host_compiler
-from tests.kernels.host_compiler import ROOT
+from testbed import host_compiler
+from testbed.host_compiler import ROOT
 
 HERE = Path(__file__).parent
 OUT = ROOT / "build" / "cpu_variants"

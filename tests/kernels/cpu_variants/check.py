@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.kernels import host_compiler
+from testbed import host_compiler
+from testbed.host_compiler import ROOT
 from tests.kernels.cpu_variants.build import EMULATED, HERE, ISAS, build, needed_isas
 from tests.kernels.each_instruction_set import SELECTED, TESTS
-from tests.kernels.host_compiler import ROOT
 
 
 class Sanitizer(NamedTuple):

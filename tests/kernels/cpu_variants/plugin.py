@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from preact_kernels.kernels import cpu, native
-from tests.kernels.cuda_on_host import serve_cpu
+from testbed.cuda_on_host import serve_cpu
 from tests.kernels.each_instruction_set import differing
 
 LIBRARY = Path(os.environ["PK_CPU_LIBRARY"])

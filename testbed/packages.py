@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tests.convert.published_models import torchvision_models
+from testbed.published_models import torchvision_models
 
 AUTOENCODER = {
     "down_block_types": ("DownEncoderBlock2D",) * 3,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from preact_kernels.torch_compat import OLDEST_TORCH
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 CXX = shlex.split(os.environ.get("CXX") or "c++")
 # The stable ABI of the oldest torch, as in setup.py.
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)

@@ -17,7 +17,7 @@ import torch
 import preact_kernels as pk
 from preact_kernels.kernels import cuda
 from preact_kernels.ops import dispatch as backends
-from tests.kernels.cuda_on_host import build
+from testbed.cuda_on_host import build
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Compiles kernels for the host, into `build/cuda_on_host/`; what is there already is used again.
 
-    python -m tests.kernels.cuda_on_host.build
+    python -m testbed.cuda_on_host.build
 
 `kernels` is the CUDA library as it is, for CPU tensors; `fragments` holds the wrappers of matrix
 instructions one by one, `planted` the kernels of the tests of the harness.
@@ -11,9 +11,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.kernels import host_compiler
-from tests.kernels.cuda_programs import nvcc
-from tests.kernels.host_compiler import CXX, ROOT
+from testbed import host_compiler
+from testbed.cuda_programs import nvcc
+from testbed.host_compiler import CXX, ROOT
 
 HERE = Path(__file__).parent
 OUT = ROOT / "build" / "cuda_on_host"
