@@ -4,7 +4,6 @@ from preact_kernels import torch_compat as torch_compat  # first: it refuses an 
 from preact_kernels.conversion.convert import conversion_report, convert, fuse, revert
 from preact_kernels.conversion.report import ConversionReport
 from preact_kernels.graphs import graphed_step
-from preact_kernels.inference.folding import fuse_for_inference
 from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet
 from preact_kernels.modules.bn_relu import BNReLU2d
@@ -50,7 +49,6 @@ __all__ = [
     "conversion_report",
     "convert",
     "fuse",
-    "fuse_for_inference",
     "graphed_step",
     "group_norm_act",
     "group_norm_act_conv",

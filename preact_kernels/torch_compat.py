@@ -365,11 +365,6 @@ def is_compiled_module(module: nn.Module) -> bool:
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
-def fsdp_module_class() -> type | None:
-    """Returns `torch.distributed.fsdp.FSDPModule`; None: it was not imported."""
-    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-
-
 def is_mutable_operator(function: object) -> bool:
     """Whether `function` is an operator of `torch.ops` that changes an argument in place."""
     if isinstance(function, torch._ops.OpOverloadPacket):

@@ -15,6 +15,7 @@ from preact_kernels.conversion.hooks import (
     GIVEN_BACK,
     CompiledCall,
     Conversion,
+    abandon_interrupted,
     add_hooks,
     is_inert,
     outcomes,
@@ -89,13 +90,13 @@ def convert(
     conversion = Conversion(memory, NamedActivations.of(activations))
     parts, reason = ([], "") if example is None else _differing_parts(model, conversion, example)
     revert(model)
-    convert_with(conversion, model)
+    _convert_with(conversion, model)
     for name in parts:
         _give_back(model.get_submodule(name), reason)
     return model
 
 
-def convert_with(conversion: Conversion, model: nn.Module) -> None:
+def _convert_with(conversion: Conversion, model: nn.Module) -> None:
     """Does what `convert` does, for checked arguments."""
     for module in model.modules():
         if _opens_region(module):
@@ -127,7 +128,7 @@ def _differing_parts(
 
     def difference(given_back: Sequence[str]) -> str:
         converted = copy.deepcopy(plain)
-        convert_with(conversion, converted)
+        _convert_with(conversion, converted)
         for name in given_back:
             _give_back(converted.get_submodule(name), "")
         return verifier.difference(converted)
@@ -168,7 +169,9 @@ def _parts_of(model: nn.Module, name: str) -> list[str]:
 
 
 def revert(model: _Model) -> _Model:
-    """Undoes `convert`, in place. Modules of this package do not change.
+    """Undoes `convert`, in place: no hook and no attribute of it stays.
+
+    Use it before `torch.compile` for inference. Modules of this package do not change.
 
     Args:
         model: any module.
@@ -180,6 +183,7 @@ def revert(model: _Model) -> _Model:
         TypeError: `model` is not an `nn.Module`.
     """
     _check_model(model)
+    abandon_interrupted()
     for module in model.modules():
         module.__dict__.pop(GIVEN_BACK, None)
         if module.__dict__.pop(CONVERSION, None) is not None:

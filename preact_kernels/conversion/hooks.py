@@ -100,11 +100,8 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Runs before each forward of a converted module: the outermost one opens a region."""
     if torch.compiler.is_compiling() or _KEY not in module._forward_hooks:
         return  # `_leave` would not run
-    stack = _calls.stack
-    frame = sys._getframe(1)
-    if stack and not (_is_running(stack[-1].frame, frame) or _is_running(stack[0].frame, frame)):
-        _abandon()  # an interrupt skipped `_leave`
-        stack = _calls.stack
+    abandon_interrupted()
+    stack, frame = _calls.stack, sys._getframe(1)
     conversion = module.__dict__.get(CONVERSION)
     is_outermost = not stack or not stack[-1].region.is_recording()
     if not is_outermost:
@@ -303,8 +300,12 @@ def _is_running(frame: types.FrameType, current: types.FrameType | None) -> bool
     return current is frame
 
 
-def _abandon() -> None:
-    stack, _calls.stack = _calls.stack, []
+def abandon_interrupted() -> None:
+    """Closes calls of this thread for which an interrupt skipped `_leave`."""
+    stack, frame = _calls.stack, sys._getframe(1)
+    if not stack or _is_running(stack[-1].frame, frame) or _is_running(stack[0].frame, frame):
+        return
+    _calls.stack = []
     for call in reversed(stack):
         with contextlib.suppress(Exception):
             _close(call)

@@ -13,16 +13,9 @@ _CALLED = (
 )
 
 
-def has_hooks(module: nn.Module, own_alone: bool = False) -> bool:
-    """Whether a call of `module` runs hooks, or a method that replaces its class's.
-
-    Args:
-        module: any module.
-        own_alone: ignore the hooks that are registered for all modules.
-    """
-    if torch_compat.has_module_hook(module):
-        return True
-    if not own_alone and torch_compat.has_global_module_hook():
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks, or a method that replaces its class's."""
+    if torch_compat.has_module_hook(module) or torch_compat.has_global_module_hook():
         return True
     own = module.__dict__
     for name in _CALLED:  # noqa: SIM110 - for speed: runs for every child at every call

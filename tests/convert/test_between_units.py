@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.conversion.deferred import Deferred
 from tests.convert.any_norm import Net, assert_runs, images, two_units
+from tests.convert.random_model_parts import QUESTIONS
 from tests.convert.trial import Copies
 from tests.oracle import distance
 
@@ -125,6 +127,21 @@ def test_casts_that_change_nothing():
 
     into = "^GN-SiLU-Conv$"
     assert_runs(two_units, into, into, norm=lambda: GroupNorm32(2, 4))
+
+
+def test_a_dropout_that_refuses_images_still_does():
+    model = pk.convert(nn.Sequential(nn.BatchNorm2d(3), nn.Dropout1d(0.0), nn.ReLU()))
+    with pytest.raises(RuntimeError, match="dropout1d"):
+        model(torch.randn(2, 3, 4, 4))
+
+
+def test_deferred_tensors_answer_questions_about_types_as_tensors_do():
+    norm, x = nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)
+    for name, ask in QUESTIONS.items():
+        with pk.fuse():
+            y = norm(x)
+            assert type(y) is Deferred
+            assert ask(y), name
 
 
 def test_weights_that_are_computed():
