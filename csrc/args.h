@@ -1,4 +1,4 @@
-// Arguments of the kernels, with the names of preact_kernels/kernels/contract.py. Those with
+// Arguments of the kernels, named as in preact_kernels/kernels/contract.py. Structs that hold
 // tensors are in tensor_args.h: kernels get pointers, and compile faster without torch's headers.
 #pragma once
 
@@ -34,12 +34,12 @@ struct ActivationFunction {
   double parameter = 0;  // the slope of leaky_relu, alpha of elu, beta of softplus
 };
 
-// Two exact sums per channel (csrc/cuda/exact_sums.cuh), which the launches of a native call add
-// up. Its end writes them to tensors.
+// Two exact sums per channel (csrc/cuda/exact_sums.cuh). The launches of a native call add to them;
+// the end of the call writes them to tensors.
 struct Accumulators {
   uint64_t* words = nullptr;  // null if kernels write the tensors themselves
-  int64_t second = 0;         // from a channel's first sum to its second
-  int64_t stride = 0;         // from a word to the next
+  int64_t second = 0;         // words between the first and the second sum of a channel
+  int64_t stride = 0;         // words between two words of a sum
 };
 
 // Strides of a convolution, in pixels.
@@ -64,8 +64,8 @@ struct ConvSizes {
 
 // The results of a unit's backward that the caller wants.
 struct Wanted {
-  bool g;       // with its sums
-  bool weight;  // of the convolution
+  bool g;       // g and its sums
+  bool weight;  // the gradient of the convolution's weight
   bool dy;      // the whole gradient of the output
 };
 

@@ -18,7 +18,7 @@ struct Norm {
   std::optional<Tensor> bias;  // absent in an AffineStep, which does not read it
   double eps;
   ActivationFunction activation = {};
-  Accumulators moments = {};  // of mean and var: the sums of the values and of their squares
+  Accumulators moments = {};  // if present, they replace mean and var
 
   // Whether a tensor has a row for each image.
   bool has_rows() const {
@@ -27,23 +27,23 @@ struct Norm {
   }
 };
 
-// The deferred affine step of a gradient: [skip +] A*g + B*(x - mean) + C turns g, the gradient
-// behind an activation, into the gradient of the norm's input. The consumer computes it.
+// A deferred affine gradient: if g is the gradient of an activation's input, the gradient of the
+// norm's input is [skip +] A*g + B*(x - mean) + C. The consumer computes it.
 struct AffineStep {
   std::optional<Tensor> skip;
   Tensor x;  // the input of the batch norm
   Norm norm;
   Tensor sums;       // [2, C]: sum(g), sum(g * xhat); pooled [2, N, C] if the norm has rows
   double inv_count;  // 1 / (N*H*W), or 0 in evaluation mode: B and C are then 0
-  Accumulators accumulated = {};  // of sums
+  Accumulators accumulated = {};  // `sums` are computed from these, if present
 
-  // Whether the norm has rows. Its bias may be the only row, and is absent here.
+  // Whether the norm has rows, also if only its bias, which is absent here, has them.
   bool has_rows() const { return sums.dim() == 3; }
 };
 
 struct Gradient {
   Tensor g;
-  std::optional<AffineStep> step;  // none where g is whole
+  std::optional<AffineStep> step;  // absent if g is the whole gradient
 
   // The dtype of the whole gradient.
   ScalarType dtype() const { return (step.has_value() ? step->x : g).scalar_type(); }
@@ -65,7 +65,7 @@ struct Epilogue {
   std::optional<Tensor> conv_bias, residual;
 };
 
-// Mean and biased variance of a tensor; without values where they are not wanted.
+// Mean and biased variance of a tensor; outputs that are not wanted are empty tensors.
 struct Statistics {
   Tensor mean, var;
   bool are_wanted = false;
@@ -77,12 +77,12 @@ struct Output {
   Statistics statistics;
 };
 
-// Results of a unit's backward; without values where they are not wanted.
+// Results of a unit's backward; those that are not wanted are empty tensors.
 struct UnitGradients {
   Wanted wanted;
   Tensor conv_weight, sums;
-  Accumulators accumulated;     // of sums
-  std::optional<Tensor> g, dy;  // allocated by norm_act_conv_backward
+  Accumulators accumulated;     // see AffineStep
+  std::optional<Tensor> g, dy;  // allocated by unit_backward
 };
 
 }  // namespace preact_kernels

@@ -1,4 +1,4 @@
-// Residual blocks in a row with identity shortcuts, in one native call.
+// Consecutive residual blocks with identity shortcuts, in one native call.
 #pragma once
 
 #include "norm_act.h"
@@ -9,10 +9,10 @@ namespace preact_kernels {
 // A BlockRun of kernels/contract.py. Lists have an entry per unit.
 struct BlockRun {
   const std::vector<Tensor>&bn_weights, &bn_biases, &conv_weights;
-  const std::vector<Tensor>&means, &variances;  // or of x alone, or none
+  const std::vector<Tensor>&means, &variances;  // of all units, of x alone, or empty
   const std::vector<double>& eps;
   size_t units_per_block;
-  ScalarType dtype;  // of products
+  ScalarType dtype;  // the dtype of products
 
   size_t units() const { return conv_weights.size(); }
   bool starts_block(size_t i) const { return i % units_per_block == 0; }
@@ -24,8 +24,8 @@ struct BlockRun {
     return norm;
   }
 
-  // The unit at place i. `stream` is the dtype of the inputs and outputs of blocks, which have as
-  // many channels as `like`.
+  // Unit i. `stream` is the dtype of the inputs and outputs of blocks, which have as many channels
+  // as `like`.
   Unit unit(size_t i, const Tensor& weight, const Activation& size, ScalarType stream,
             const Tensor& like, const char* name = kRunNames.conv_weight) const {
     const ConvDtypes dtypes{dtype, starts_block(i) ? stream : dtype,
@@ -67,9 +67,9 @@ inline std::vector<bool> are_kept(const BlockRun& run, const std::vector<int64_t
   return found;
 }
 
-// Returns y, its mean and var (without values unless `with_stats`); means and variances of all
-// units, unless all were given; inputs of the first units of `kept_blocks`, of other units if
-// `keep_unit_inputs`. Statistics that were not given are computed.
+// Returns y; its mean and var, empty unless `with_stats`; means and variances of all units, unless
+// all were given; the inputs of the first units of `kept_blocks`, and of all other units if
+// `keep_unit_inputs`. Computes statistics that were not given.
 inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, bool with_stats,
                                        const std::vector<int64_t>& kept_blocks,
                                        bool keep_unit_inputs) {
@@ -122,23 +122,23 @@ inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, boo
 
 // Tensors that the forward kept.
 struct BlockRunInputs {
-  // Inputs of all units, but of the first of a block only if it is one of `kept_blocks`. Others are
-  // rebuilt as y - F(x), where y is the block's output.
+  // Inputs of all units, except the first units of blocks that are not in `kept_blocks`. Those
+  // inputs are rebuilt as y - F(x), where y is the block's output.
   const std::vector<Tensor>& of_units;
   const std::vector<int64_t>& kept_blocks;
   const std::optional<Tensor>& y;      // the output, if the last block's input is rebuilt
-  const std::vector<Tensor>& negated;  // the last weight of each block that is rebuilt, times -1
+  const std::vector<Tensor>& negated;  // the last weight of each rebuilt block, times -1
 };
 
-// Returns g of the first unit; dy of the first block, the gradient of its shortcut; the first
-// block's input; the first unit's sums; dconv_weight of all units; dbn_bias and dbn_weight of each:
-// for the first unit, parts of its sums.
+// Returns g of the first unit; dy of the first block, which is the gradient of its shortcut; the
+// first block's input; the first unit's sums; dconv_weight of all units; dbn_bias and dbn_weight of
+// each unit (the first unit's share memory with its sums).
 inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
                                         const BlockRunInputs& given, double inv_count) {
   check_run(run);
   const std::vector<Tensor>& inputs = given.of_units;
   const std::vector<bool> keeps = are_kept(run, given.kept_blocks);
-  std::vector<size_t> rebuilt;  // blocks
+  std::vector<size_t> rebuilt;  // indices of blocks
   for (size_t block = 0; block < keeps.size(); ++block) {
     if (!keeps[block]) rebuilt.push_back(block);
   }
@@ -146,7 +146,7 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
            " blocks if units_per_block is 1, got ", given.kept_blocks.size());
   PK_CHECK(given.y.has_value() != keeps.back(),
            "y: expected the output if the last block is not kept, else None");
-  size_t left = run.units() - rebuilt.size();  // of `inputs`
+  size_t left = run.units() - rebuilt.size();  // inputs that are still unread
   check_count("inputs", inputs, left);
   check_count("negated", given.negated, rebuilt.size());
   check_count("means", run.means, run.units());

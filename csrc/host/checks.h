@@ -38,7 +38,7 @@ inline bool is_served_dtype(ScalarType dtype) {
          (kServesDouble && dtype == ScalarType::Double);
 }
 
-// Throws unless the library serves a convolution of these dtypes with this weight, of this name.
+// Throws unless the library serves this convolution; `name` is the argument that holds the weight.
 // Each library defines it.
 void check_conv_is_served(const char* name, const ConvSizes& conv, const ConvDtypes& dtypes,
                           const Tensor& conv_weight);
@@ -57,7 +57,7 @@ inline bool has_known_dtype(const Tensor& t) {
   }
 }
 
-// Checks for a tensor of the device that the library serves, with memory for all of its values.
+// Checks that a tensor is strided, on the library's device, and has memory for all of its values.
 inline void check_tensor(const char* name, const Tensor& t) {
   PK_CHECK(t.defined(), name, ": expected a tensor, got none");
   PK_CHECK(is_served(t), name, ": expected a ", kDevice, " tensor");
@@ -76,7 +76,7 @@ inline void check_tensor(const char* name, const Tensor& t) {
            "; was it freed or resized?");
 }
 
-// Checks for a tensor of a dtype that the library serves, and returns the dtype.
+// Checks a tensor and its dtype, and returns the dtype.
 inline ScalarType check_dtype(const char* name, const Tensor& t) {
   check_tensor(name, t);
   const ScalarType dtype = t.scalar_type();
@@ -84,7 +84,7 @@ inline ScalarType check_dtype(const char* name, const Tensor& t) {
   return dtype;
 }
 
-// Whether [N, C, H, W] is planar: not in NHWC order, where the library serves NCHW too.
+// Whether to treat [N, C, H, W] as NCHW: the library serves planes, and the memory is not NHWC.
 inline bool is_planar(const Tensor& t) {
   if (!kServesPlanes || !is_strided(t)) return false;
   const auto size = t.sizes();
@@ -110,13 +110,12 @@ inline Activation check_activation(const char* name, const Tensor& t, bool plana
   return {size[0], size[1], size[2], size[3]};
 }
 
-// For a tensor that has passed check_tensor.
+// The tensor must have passed check_tensor.
 inline void check_same_device(const char* name, const Tensor& t, const Tensor& like) {
   PK_CHECK(t.get_device_index() == like.get_device_index(), name,
            ": expected a tensor on the device of the others");
 }
 
-// Checks for a tensor of this shape.
 inline void check_shape(const char* name, const Tensor& t,
                         std::initializer_list<int64_t> expected) {
   const auto size = t.sizes();
@@ -137,7 +136,7 @@ inline void check_sizes(const char* name, const Tensor& t, const Activation& siz
   check_shape(name, t, {size.images, size.channels, size.height, size.width});
 }
 
-// Also the dtype of `like`.
+// check_sizes, and the dtype of `like`.
 inline void check_like(const char* name, const Tensor& t, const Activation& size,
                        const Tensor& like, bool planar = false) {
   check_sizes(name, t, size, like, planar);
@@ -149,7 +148,7 @@ inline ScalarType statistics_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Checks for contiguous memory in the statistics dtype of `x`.
+// Checks that a tensor on the device of `x` is contiguous, in the statistics dtype of `x`.
 inline void check_statistics(const char* name, const Tensor& t, const Tensor& x) {
   check_tensor(name, t);
   check_same_device(name, t, x);
@@ -158,7 +157,7 @@ inline void check_statistics(const char* name, const Tensor& t, const Tensor& x)
            ": expected the statistics dtype (float32, or float64 with float64)");
 }
 
-// Checks for [C] or [N, C], contiguous, in the statistics dtype of `x`.
+// check_statistics, and the shape [C] or [N, C].
 inline void check_table(const char* name, const Tensor& t, const Activation& size,
                         const Tensor& x) {
   check_statistics(name, t, x);
@@ -166,7 +165,7 @@ inline void check_table(const char* name, const Tensor& t, const Activation& siz
   check_shape(name, t, {size.channels});
 }
 
-// Checks the sums that a caller gives; those of a run of blocks are parts of a vector.
+// Checks the dimensions of sums from a caller. In a run of blocks sums are [2 * C].
 inline void check_sums(const char* name, const Tensor& sums) {
   check_tensor(name, sums);
   PK_CHECK(sums.dim() == 2 || sums.dim() == 3, name, ": expected [2, C] or [2, N, C]");
@@ -192,7 +191,6 @@ constexpr UnitNames kRunNames{
 constexpr GradientNames kGradientNames{
     "g", "step_x", {"step_mean", "step_var", "step_weight", ""}, "step_sums"};
 
-// Checks the norm of `x`.
 inline void check_norm(const Norm& norm, const Activation& size, const Tensor& x,
                        const NormNames& names = kUnitNames.norm) {
   check_table(names.mean, norm.mean, size, x);
@@ -201,7 +199,7 @@ inline void check_norm(const Norm& norm, const Activation& size, const Tensor& x
   if (norm.bias.has_value()) check_table(names.bias, *norm.bias, size, x);
 }
 
-// The dtype of a whole gradient.
+// Checks the dtypes of a gradient, and returns the dtype of the whole gradient.
 inline ScalarType dtype_of(const Gradient& gradient) {
   const ScalarType dtype = check_dtype(kGradientNames.g, gradient.g);
   return gradient.step.has_value() ? check_dtype(kGradientNames.x, gradient.step->x) : dtype;
@@ -220,7 +218,8 @@ inline void check_step(const AffineStep& step, const Activation& size, const Ten
   check_shape(names.sums, step.sums, {2, size.channels});
 }
 
-// Checks that the library serves a convolution of activations on the device of `like`.
+// Checks the weight and the stride of a convolution of activations on the device of `like`, and
+// that the library serves it.
 inline ConvSizes check_conv(const Activation& size, const Tensor& conv_weight, Stride stride,
                             const ConvDtypes& dtypes, const Tensor& like,
                             const char* name = kUnitNames.conv_weight) {

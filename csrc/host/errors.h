@@ -16,7 +16,7 @@ template <class... Parts>
 
 }  // namespace preact_kernels
 
-// Throws an error of these parts unless `condition` holds.
+// Fails with these parts of a message unless `condition` holds.
 #define PK_CHECK(condition, ...)                         \
   do {                                                   \
     if (!(condition)) preact_kernels::fail(__VA_ARGS__); \

@@ -6,13 +6,13 @@
 
 namespace preact_kernels {
 
-// What a launch needs to know of a unit, except tensors.
+// The arguments of a unit's launch, except tensors.
 struct Unit {
   ConvSizes conv;
   ConvDtypes dtypes;
-  size_t weight;  // its index in the workspace
+  size_t weight;  // index of its weight in the workspace
   Workspace* workspace = nullptr;
-  bool is_x_rebuilt = false;  // only a postponed weight gradient keeps x alive
+  bool is_x_rebuilt = false;  // only postponed weight gradients then keep x alive
 };
 
 void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x);
@@ -29,8 +29,8 @@ void launch_residual_add_forward(const Activation& size, const Tensor& x, const 
 void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
                              const Tensor& y);
 
-// g = dy * act'(p), stored where `g` is given, and sums [2, C] of g and of g * xhat, or [2, N, C]
-// of each image if the norm has rows.
+// g = dy * act'(p), stored unless `g` is null, and the sums of g and of g * xhat: [2, C], or [2, N,
+// C] if the norm has rows.
 void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
                                    const Norm& norm, const Tensor* g, const Tensor& sums);
 
@@ -43,7 +43,8 @@ void launch_norm_input_gradient(const Activation& size, const Gradient& gradient
 void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
                                   const Epilogue& epilogue, const Output& output);
 
-// g = dgrad(dy) * act'(p) with its sums, the gradient of the weight, and the whole dy, if wanted.
+// g = dgrad(dy) * act'(p) with its sums, the gradient of the weight, and the whole dy, each if
+// wanted.
 void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
                                    const UnitGradients& gradients);
 

@@ -35,8 +35,8 @@ void define_ops(Library& m) {
         " -> Tensor[]");
 }
 
-// Registers their entry points. A library does so for every device and layout: the checks refuse a
-// tensor by the name of its argument, which PyTorch's dispatcher would not.
+// Registers the ops for every device and layout: the checks name the argument that is wrong, which
+// PyTorch's dispatcher would not.
 template <class Library>
 void implement_ops(Library& m) {
   m.impl("bn_stats", TORCH_BOX(&bn_stats));

@@ -43,7 +43,7 @@ inline Tensor norm_act_forward(const Tensor& x, PK_NORM_PARAMETERS) {
   return y;
 }
 
-// Sums of g = dy * act'(p) and of g * xhat. Also stores g where it is given.
+// Checks and allocates for launch_norm_act_backward_mask, and returns the sums.
 inline Tensor activation_gradient(const Tensor& dy, const Tensor& x, const Norm& norm,
                                   const Tensor* g) {
   const Activation size = check_activation("x", x, is_planar(x));
@@ -58,14 +58,14 @@ inline Tensor norm_act_backward_sums(const Tensor& dy, const Tensor& x, PK_NORM_
   return activation_gradient(dy, x, norm_of(PK_NORM_ARGUMENTS), nullptr);
 }
 
-// For convolutions that the library leaves to PyTorch.
+// Used with convolutions that PyTorch computes.
 inline std::tuple<Tensor, Tensor> norm_act_backward_mask(const Tensor& dy, const Tensor& x,
                                                          PK_NORM_PARAMETERS) {
   const Tensor g = empty_dense(x, check_activation("x", x, is_planar(x)));
   return {g, activation_gradient(dy, x, norm_of(PK_NORM_ARGUMENTS), &g)};
 }
 
-// The whole gradient. If `activated`, g is first multiplied by act'(p).
+// Checks and allocates for launch_norm_input_gradient.
 inline Tensor whole_gradient(const Gradient& gradient, bool activated, const GradientNames& names) {
   PK_CHECK(gradient.step.has_value(), names.x, ": expected a tensor, got none");
   const Tensor& x = gradient.step->x;

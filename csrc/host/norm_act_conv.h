@@ -30,7 +30,8 @@ inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epi
   return output.y;
 }
 
-// Fills `gradients`; parameter gradients are allocated. g is in the dtype of products.
+// Fills `gradients`, in which parameter gradients are allocated; allocates g and dy. g is in the
+// dtype of products.
 inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
                           UnitGradients& gradients, const UnitNames& names = kUnitNames) {
   const Wanted& wanted = gradients.wanted;

@@ -1,5 +1,5 @@
-// Statistics and gradients of the units of a native call: parts of a few tensors, allocated before
-// large results. Small tensors between large ones would leave holes of awkward sizes.
+// Statistics and gradients of the units of a native call are parts of a few tensors, allocated
+// before large results. Small tensors between large ones would leave holes of awkward sizes.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace preact_kernels {
 
-// Parts of a vector, in order: one call of PyTorch for the many units of a run.
+// Splits a vector into parts, with one call of PyTorch for the many units of a run.
 inline std::vector<Tensor> parts_of(const Tensor& whole, const std::vector<int64_t>& sizes) {
   constexpr int64_t kDim = 0;
   std::array<StableIValue, 3> stack{
@@ -21,7 +21,7 @@ inline std::vector<Tensor> parts_of(const Tensor& whole, const std::vector<int64
   return torch::stable::detail::to<std::vector<Tensor>>(stack[0]);
 }
 
-// Gives these units a workspace with `sums` sums. conv_weights[i] has index i.
+// Creates a workspace with `sums` sums for these units. conv_weights[i] has index i.
 inline std::shared_ptr<Workspace> share_workspace(const Tensor& like, std::vector<Unit>& units,
                                                   const std::vector<Tensor>& conv_weights,
                                                   int64_t sums) {
@@ -34,7 +34,7 @@ inline std::shared_ptr<Workspace> share_workspace(const Tensor& like, std::vecto
 struct RunStatistics {
   std::shared_ptr<Workspace> workspace;
   Tensor mean, var;                    // of all units
-  std::vector<Statistics> of_outputs;  // of each unit; parts of them
+  std::vector<Statistics> of_outputs;  // of each unit: parts of mean and var
   int64_t pixels;                      // of an output
 
   // Statistics of unit i are computed if are_wanted[i].
@@ -69,10 +69,10 @@ struct RunStatistics {
 struct RunGradients {
   std::shared_ptr<Workspace> workspace;
   Tensor sums;                          // of all units
-  std::vector<int64_t> channels;        // of each unit's sums
+  std::vector<int64_t> channels;        // of each unit's x; 0 if its sums are not wanted
   std::vector<UnitGradients> of_units;  // their sums are parts of `sums`, [2 * C]
 
-  // The units of `wanted` come first in `units`. `operands` are what the workspace packs.
+  // wanted[i] applies to units[i]; further units have no gradients. The workspace packs `operands`.
   RunGradients(const Tensor& like, std::vector<Unit>& units,
                const std::vector<Tensor>& conv_weights, const std::vector<Wanted>& wanted,
                const std::vector<Tensor>& operands) {
@@ -107,7 +107,7 @@ struct RunGradients {
     return torch::stable::view(of_units[i].sums, {sizes, 2});
   }
 
-  // The gradients of bias and weight of every unit's norm, in turn.
+  // The gradients of the bias and the weight of each unit's norm, unit by unit.
   std::vector<Tensor> of_norms() const {
     std::vector<int64_t> sizes;
     for (const int64_t count : channels) sizes.insert(sizes.end(), 2, count);

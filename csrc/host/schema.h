@@ -53,7 +53,7 @@ inline Norm norm_of(PK_NORM_PARAMETERS) {
   return {mean, var, bn_weight, bn_bias, eps, activation_of(activation, parameter)};
 }
 
-// A gradient; whole where `step_x` is absent.
+// The gradient is whole if `step_x` is absent.
 inline Gradient gradient_of(PK_GRADIENT_PARAMETERS) {
   if (!step_x.has_value()) {
     PK_CHECK(!skip.has_value(), "skip: expected none without a step");

@@ -21,8 +21,8 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// Calls allocate(), which PyTorch does. Where it fails, passes on PyTorch's message, if that is to
-// be had: the exception names a function of torch.
+// Calls allocate(), an allocation by PyTorch. If it fails, throws PyTorch's message if torch
+// exports it: the exception itself only names a function of torch.
 template <class Allocate>
 Tensor allocated(const Allocate& allocate) {
   try {
@@ -34,7 +34,7 @@ Tensor allocated(const Allocate& allocate) {
   }
 }
 
-// A tensor without values on the device of `like`.
+// An uninitialised tensor on the device of `like`.
 inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype,
                          std::optional<torch::headeronly::MemoryFormat> format = std::nullopt) {
   return allocated([&] {
@@ -47,13 +47,13 @@ inline Tensor new_like(const Tensor& t) {
   return allocated([&] { return torch::stable::empty_like(t); });
 }
 
-// An activation without values. Each library defines it.
+// An uninitialised activation. Each library defines it.
 Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype);
 inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
   return empty_nhwc(like, size, like.scalar_type());
 }
 
-// An activation in the order of `like`.
+// An uninitialised activation in the memory order of `like`.
 inline Tensor empty_dense(const Tensor& like, const Activation& size) {
   return is_planar(like) ? new_like(like) : empty_nhwc(like, size);
 }
@@ -62,7 +62,7 @@ inline Tensor empty_statistics(const Tensor& like, int64_t count) {
   return new_tensor(like, {count}, statistics_dtype(like.scalar_type()));
 }
 
-// Sums [2, C], or [2, N, C] where the norm has rows.
+// Sums [2, C], or [2, N, C] if the norm has rows.
 inline Tensor empty_sums(const Tensor& like, const Activation& size, bool has_rows) {
   const ScalarType dtype = statistics_dtype(like.scalar_type());
   if (has_rows) return new_tensor(like, {2, size.images, size.channels}, dtype);
@@ -76,7 +76,7 @@ inline Statistics new_image_statistics(const Tensor& like, const Activation& siz
   return {table(), table(), true};
 }
 
-// A tensor without values, for an output that is not wanted.
+// An empty tensor, for an output that is not wanted.
 inline Tensor absent(const Tensor& like) { return new_tensor(like, {0}, like.scalar_type()); }
 
 inline Statistics new_statistics(const Tensor& like, bool are_wanted, int64_t channels) {

@@ -1,4 +1,4 @@
-// What the launches of one native call share: packed weights and unfinished sums. Each library
+// Data that the launches of one native call share: packed weights and unfinished sums. Each library
 // defines it.
 #pragma once
 
@@ -14,7 +14,7 @@ struct Workspace;
 std::shared_ptr<Workspace> new_workspace(const Tensor& like, ScalarType dtype,
                                          const std::vector<Tensor>& conv_weights, int64_t sums);
 
-// The sums, zeros at first; none if kernels write the tensors themselves.
+// The sums, initially zero; null if kernels write the tensors themselves.
 Accumulators sums_of(const Workspace& workspace);
 
 // Fills mean and var of tensors with `count` pixels from the sums, if there are any.
