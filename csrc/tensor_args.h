@@ -18,7 +18,7 @@ struct Norm {
   std::optional<Tensor> bias;  // absent in an AffineStep, which does not read it
   double eps;
   ActivationFunction activation = {};
-  Accumulators moments = {};  // if present, they replace mean and var
+  Accumulators moments = {};  // if present: sums of values and squares, in place of mean and var
 
   // Whether a tensor has a row for each image.
   bool has_rows() const {

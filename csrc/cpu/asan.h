@@ -1,5 +1,5 @@
-// Tells AddressSanitizer which parts of an allocation are not in use, so that it reports accesses
-// to them. Without the sanitizer, both macros are nothing.
+// Tells AddressSanitizer which parts of an allocation are unused, so that it reports accesses to
+// them. Without the sanitizer, both macros do nothing.
 #pragma once
 
 #if defined(__SANITIZE_ADDRESS__)

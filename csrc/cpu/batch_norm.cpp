@@ -9,7 +9,7 @@ namespace preact_kernels {
 
 namespace {
 
-// From the values of an image to those of the next in [C] or [N, C].
+// The distance between the rows of a table [N, C]; 0 for [C].
 int64_t row_stride(const Tensor& t) { return t.dim() == 2 ? t.sizes()[1] : 0; }
 
 // Calls body(row) for the rows of a norm.

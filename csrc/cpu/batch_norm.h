@@ -1,4 +1,4 @@
-// Coefficients of a batch norm for each channel, tiles of pixels, and sums over tiles.
+// Per-channel coefficients of norms, tiles of pixels, and sums over tiles.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@ namespace preact_kernels {
 struct Norm;
 struct AffineStep;
 
-// What normalises and activates an image: p = (x - mean) * scale + bias. Subtracting the mean first
-// avoids cancellation where it is large compared with the deviation.
+// The coefficients of a norm for an image: p = (x - mean) * scale + bias. Subtracting the mean
+// first avoids cancellation where it is large compared with the deviation.
 template <class A>
 struct NormRow {
   const A *mean, *scale, *bias;
   ActivationFunction activation;
 };
 
-// The rows of a norm: one, or one for each image.
+// The coefficients of a norm: one row, or a row for each image.
 template <class A>
 class Normalisation {
  public:
@@ -37,21 +37,21 @@ class Normalisation {
 
  private:
   const A *mean_, *bias_;
-  int64_t mean_stride_, bias_stride_, scale_stride_;  // from an image to the next, or 0
+  int64_t mean_stride_, bias_stride_, scale_stride_;  // between the rows of images; 0: one row
   ActivationFunction activation_;
   std::vector<A> scale_;
   std::vector<double> rstd_;
 };
 
-// The coefficients of an affine step for an image: A*g + B*(x - mean) + C. In evaluation mode it is
-// A*g, and x is not read: NaN does not spread.
+// The coefficients of an affine step for an image: A*g + B*(x - mean) + C. In evaluation mode B and
+// C are 0, and x is not read: NaN does not spread.
 template <class A>
 struct GradientRow {
   const A *a, *b, *c, *mean;
   bool in_training;
 };
 
-// The rows of an affine step: one, or one for each image.
+// The coefficients of an affine step: one row, or a row for each image.
 template <class A>
 class InputGradient {
  public:
@@ -72,7 +72,7 @@ class InputGradient {
   std::vector<A> a_, b_, c_;
 };
 
-// The tensors of a deferred gradient and its result.
+// The tensors of a deferred affine gradient, and its result.
 template <class T>
 struct GradientPointers {
   const T *skip, *g, *x;
@@ -83,8 +83,8 @@ struct GradientPointers {
   }
 };
 
-// Tiles of pixels, `channels` values each: they fit in the first-level cache and are much larger
-// than their sums.
+// Tiles of pixels with all channels: they fit in the first-level cache, and are much larger than
+// their sums.
 struct PixelTiles {
   int64_t pixels, size, count;
 
@@ -97,10 +97,10 @@ struct PixelTiles {
   int64_t length(int64_t tile) const { return std::min(size, pixels - first(tile)); }
 };
 
-// The tiles of a batch; with rows each is a part of an image.
+// The tiles of a batch. If the norm has rows, a tile is a part of one image.
 struct BatchTiles {
   int64_t images, of_image, count;
-  PixelTiles tiles;  // of an image, or of the whole batch
+  PixelTiles tiles;  // of an image if the norm has rows, else of the batch
 
   BatchTiles(const Activation& size, bool has_rows)
       : images(has_rows ? size.images : 1), tiles(size.pixels() / images, size.channels) {
@@ -115,8 +115,8 @@ struct BatchTiles {
 };
 
 // Sums per channel over tiles of pixels, for mean and variance. A tile sums d = x - pivot, where
-// the pivot is the mean of its first k pixels. Usually sum(d)^2 / n, which is subtracted at the
-// end, is 1 / k of the difference, and never more than n / k times the difference.
+// the pivot is the mean of its first k pixels. The correction sum(d)^2 / n, which the end
+// subtracts, is usually 1 / k of the result, and never more than n / k times the result.
 template <class A>
 struct TileStatistics {
   int64_t channels;
@@ -162,14 +162,14 @@ struct TileStatistics {
   }
 };
 
-// Merges the statistics of the tiles (TileStatistics) of an image, in order and in float64, over
-// groups of channels too. Relative to a pivot: the mean of equal values is exact.
+// Merges the TileStatistics of an image, in order and in float64, over tiles and over the channels
+// of each group. The sums are relative to a pivot: the mean of equal values is exact.
 template <class A>
 void merge_groups(const A* tiles, const PixelTiles& sizes, int64_t channels, int64_t groups,
                   A* mean_out, A* var_out);
 
-// Sums of g and of g * (x - mean) over tiles, [tiles, 2, channels]. float64: rounding here would
-// round the result.
+// Sums of g and of g * (x - mean) over tiles, [tiles, 2, channels]; in float64, as rounding them
+// would round the result.
 template <class A>
 struct TileSums {
   int64_t tiles, channels;
@@ -182,8 +182,8 @@ struct TileSums {
 
   double* tile(int64_t index) { return partials + index * 2 * channels; }
 
-  // out = [sum(g), sum(g * xhat)], [2, channels] of the batch or [2, images, channels] of each
-  // image, which has equally many tiles. Adds the tiles in order, in float64.
+  // out = [sum(g), sum(g * xhat)]: [2, channels], or [2, images, channels] if the norm has rows,
+  // where all images have as many tiles. Adds the tiles in order, in float64.
   void merge(const Normalisation<A>& norm, int64_t images, A* out);
 };
 

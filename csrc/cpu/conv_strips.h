@@ -8,15 +8,15 @@
 
 namespace preact_kernels {
 
-// Some rows of images.
+// Some rows of pixels of an image.
 struct Rows {
-  int64_t first_pixel;  // of the batch
-  int64_t row, rows;    // of an image
+  int64_t first_pixel;  // in the batch
+  int64_t row, rows;    // the first row in its image, and the number of rows
   int64_t image_rows, width;
 };
 
-// Rows of one image, or whole images, of a convolution's output, and `stride` times as many rows of
-// its input. Sums over pixels are per tile: a strip's part of one image.
+// A part of a convolution: rows of one image, or whole images, of the output, and `stride` times as
+// many rows of the input. Sums over pixels are per tile: a strip's part of one image.
 struct Strip {
   Rows in, out;
   int64_t first_tile, first_image, images;
@@ -47,15 +47,15 @@ inline Haloed haloed_output(const ConvSizes& conv, int64_t rows, int64_t width) 
 // The convolutions that kernels/winograd.h serves, and its memory.
 struct Winograd {
   static constexpr int64_t kPositions = 16;
-  // The most tiles at once of a product, and of a weight gradient, which reads and writes all sums
-  // for them.
+  // The most tiles per product, and per weight gradient, which reads and writes all of its sums for
+  // each set of tiles.
   static constexpr int64_t kTiles = 16, kGradientTiles = 32;
-  // The largest share of one of nine taps in the sum of squares of the weights.
+  // The largest share of one tap in the sum of squares of the weights.
   static constexpr double kMostOfOneTap = 0.5;
 
-  // 3x3 kernels of stride 1 on images of whole tiles. In smaller images most products are of the
-  // halo, and rounding errors are larger than those of direct sums. Larger weights are left to
-  // other kernels: the sums of a weight gradient would not stay in a cache.
+  // Serves 3x3 kernels of stride 1 on images of whole tiles. In images below kLeastSize, most
+  // products belong to the halo, and rounding errors exceed those of direct sums. With more than
+  // kMostWeights, the sums of a weight gradient would not stay in a cache.
   static bool serves(const ConvSizes& conv) {
     constexpr int64_t kLeastSize = 4, kMostWeights = 1536 * 1024;
     return conv.kernel_h == 3 && conv.kernel_w == 3 && conv.stride.h == 1 && conv.stride.w == 1 &&
@@ -64,13 +64,13 @@ struct Winograd {
            conv.taps() * conv.in_channels * conv.out_channels <= kMostWeights;
   }
 
-  // Values from a position to the next, for some tiles of `channels` channels. Not a power of two:
-  // a first-level cache would hold few positions of a value.
+  // The distance between positions in values, for some tiles of `channels` channels. Not a power of
+  // two: a first-level cache would hold few positions of a value.
   static int64_t step(int64_t tiles, int64_t channels) { return tiles * channels + kPadding; }
   static int64_t values(int64_t tiles, int64_t channels) {
     return kPositions * step(tiles, channels);
   }
-  // Values of scratch memory.
+  // Values of scratch memory for a convolution.
   static int64_t values(const ConvSizes& conv) {
     if (!serves(conv)) return 0;
     return values(kGradientTiles, conv.in_channels) + values(kGradientTiles, conv.out_channels);
@@ -86,15 +86,15 @@ struct TapSquares {
   A of_taps[9] = {};
 };
 
-// All strips of a batch. For a 1x1 kernel the batch is one long row, or, where images have rows of
-// a norm of their own, each image is.
+// All strips of a batch. For a 1x1 kernel the batch is one long row; if a norm has rows, each image
+// is one long row.
 //
 // A strip reads all weights and adds to a whole partial weight gradient: strips grow with the
-// weights while their operands fit a second-level cache. Only the number of images per strip
-// depends on the number of threads: tiles must not.
+// weights while their operands fit a second-level cache. The number of images per strip depends on
+// the number of threads; tiles must not.
 struct Strips {
   ConvSizes conv;
-  int64_t length;  // of a strip, in rows, or in pixels for a 1x1 kernel
+  int64_t length;  // of a strip in rows, or in pixels for a 1x1 kernel
   int64_t per_image, images, count;
 
   Strips(const ConvSizes& conv, bool has_rows);
@@ -122,7 +122,7 @@ struct Strips {
     return rows * (width + 1) * channels;
   }
 
-  // Values of both operands, one image of each, in the order that AMX reads for a weight gradient.
+  // Values of both operands of a weight gradient, for one image, in the order that AMX reads.
   int64_t amx_values() const {
     constexpr int64_t kMostPadding = 64;
     const int64_t rows = conv.taps() == 1 ? 1 : length + 2 * conv.halo_h();
@@ -132,15 +132,15 @@ struct Strips {
   }
 };
 
-// Taps of a product: row and column in the operand with its halo, for the first pixel, and place in
-// the packed weights.
+// The taps of a product: row and column in the operand with its halo, for the first pixel, and
+// place in the packed weights.
 struct Taps {
   static constexpr int64_t kMost = 49;
   int64_t count = 0;
   int64_t row[kMost], column[kMost], place[kMost];
   int64_t offset[kMost];  // from the operand's first value
 
-  Taps() {}  // not zeroed: a strip is short
+  Taps() {}  // zeroing them would take long compared with a strip
 
   void add(int64_t tap_row, int64_t tap_column, int64_t index, int64_t tap_offset) {
     row[count] = tap_row;
@@ -149,9 +149,9 @@ struct Taps {
     place[count++] = index;
   }
 
-  // The taps inside an image of this size for any of some pixels in a row. Tap (0, 0) of the first
-  // pixel reads the image at `first_row` and `first_column`, of the last at `first_row` and
-  // `last_column`.
+  // The taps that fall inside an image of this size for at least one of some pixels in a row. Tap
+  // (0, 0) of the first pixel reads the image at `first_row` and `first_column`; tap (0, 0) of the
+  // last pixel, at `first_row` and `last_column`.
   Taps inside(int64_t first_row, int64_t first_column, int64_t last_column, int64_t height,
               int64_t width) const {
     Taps taps;
@@ -166,19 +166,20 @@ struct Taps {
   }
 };
 
-// The pixels of a strip that a product computes, with its steps over operand and result.
+// The pixels of a strip that a product computes, and its steps over operand and result.
 template <class Operand>
 struct ProductPixels {
-  int64_t rows, width;  // in each image
+  int64_t rows, width;  // pixels to compute in each image
   Operand operand;
   Rows read;    // rows of the operand, without the halo
-  Stride step;  // in the operand
+  Stride step;  // between pixels of the operand
   Taps taps;
-  int64_t first;  // in the result
+  int64_t first;  // index of the first pixel in the result
   Stride result_step;
-  int64_t result_width, result_image;  // pixels
+  int64_t result_width, result_image;  // pixels of a row and of an image of the result
 
-  // The taps inside the image for any pixel of `row` from column `first` to column `last`.
+  // The taps that fall inside the image for at least one pixel of `row` from column `first` to
+  // `last`.
   Taps taps_inside(const ConvSizes& conv, int64_t row, int64_t first, int64_t last) const {
     return taps.inside(read.row - conv.halo_h() + row * step.h, first * step.w - conv.halo_w(),
                        last * step.w - conv.halo_w(), read.image_rows, read.width);
@@ -258,14 +259,14 @@ struct PackedWeights {
   const void* values;
   int64_t in_channels, out_channels;
   bool finite;              // none is NaN or infinite
-  const void* transformed;  // for kernels/winograd.h, or null where that does not serve them
+  const void* transformed;  // for kernels/winograd.h; null if that does not serve them
 };
 
 // Input channels in a group of packed weights: whole squares of words for any vector size.
 constexpr int64_t kPackedChannels = 32;
 
-// The gradient of a convolution's output: tensors.g. With coefficients, its affine step, stored in
-// tensors.dx if that is given.
+// The gradient of a convolution's output: tensors.g, or with coefficients the result of its affine
+// step, which is stored in tensors.dx unless that is null.
 template <class T>
 struct OutputGradient {
   GradientPointers<T> tensors;

@@ -1,4 +1,4 @@
-// The weights of convolutions and their gradients, in tensors.
+// Weights of convolutions and their gradients, in tensors.
 #pragma once
 
 #include <utility>
@@ -9,7 +9,7 @@
 
 namespace preact_kernels {
 
-// The memory of a weight, or, `transposed`, of the transposed convolution's weight: channels
+// The memory of a weight. If `transposed`, of the transposed convolution's weight: channels are
 // swapped, taps reversed.
 template <class T>
 ConvWeight<T> memory_of(const Tensor& t, bool transposed) {
@@ -23,7 +23,7 @@ ConvWeight<T> memory_of(const Tensor& t, bool transposed) {
   return weight;
 }
 
-// Stores some values of a weight gradient `stride` apart.
+// Stores values of a weight gradient, `stride` apart.
 template <class T>
 void store_weights(T* to, int64_t stride, const Accumulate<T>* values, int64_t count) {
   if (stride == 1) {
@@ -33,8 +33,8 @@ void store_weights(T* to, int64_t stride, const Accumulate<T>* values, int64_t c
   }
 }
 
-// Whether kernels/winograd.h serves a convolution in storage type T: not where bfloat16 has
-// products of its own.
+// Whether kernels/winograd.h serves a convolution in storage type T. It does not serve bfloat16
+// where there are dot products of bfloat16.
 template <class T>
 bool has_winograd(const ConvSizes& conv) {
   const bool has_own_products = std::is_same_v<T, BFloat16> && isa() >= Isa::kAvx512Bf16;

@@ -16,7 +16,7 @@ void for_ranges(int64_t values, const Body& body) {
   });
 }
 
-// Whether the values fill a range of memory, each in a place of its own.
+// Whether the values fill a range of memory, without gaps or overlap.
 bool is_dense(const Tensor& t) {
   std::vector<bool> is_found(t.dim());
   for (int64_t found = 1; found < t.numel();) {
@@ -33,7 +33,7 @@ bool is_dense(const Tensor& t) {
 
 }  // namespace
 
-// A bit for each value: whether it is not 0.
+// Returns a bit for each value: 0 where the value is 0.
 Tensor dropout_bits(const Tensor& drawn) {
   const ScalarType dtype = check_dtype("drawn", drawn);
   PK_CHECK(drawn.is_contiguous(), "drawn: expected a contiguous tensor");
@@ -48,7 +48,8 @@ Tensor dropout_bits(const Tensor& drawn) {
   return bits;
 }
 
-// Multiplies each value, in the order of the memory, by `factor` where its bit is set, else by 0.
+// Multiplies each value by `factor` where its bit is set, else by 0. Bits are in the order of the
+// memory.
 void dropout(const Tensor& values, const Tensor& bits, double factor) {
   const ScalarType dtype = check_dtype("values", values);
   PK_CHECK(is_dense(values), "values: expected a dense tensor");

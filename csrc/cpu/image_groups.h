@@ -3,22 +3,24 @@
 // Strips would read all weights, and add to their whole gradient, for every few pixels. Here a task
 // computes some output channels for a group of images: it packs the part of their weights that fits
 // a second-level cache, multiplies all pixels with it, and continues with the next part. A task of
-// the weight gradient computes its part over all pixels: no partial gradients are merged.
+// the weight gradient computes its part over all pixels, so there are no partial gradients to
+// merge.
 #pragma once
 
 #include "conv_strips.h"
 
 namespace preact_kernels {
 
-// The operand of such a product: pixels of several images with a halo, in the order
-// [row][column][image]. Neighbours are the same pixel of several images: tiles are full also where
-// images are narrow. The columns of the halo are zero. Its rows are not written, and not read: taps
-// in them are left out. With a stride, columns are grouped by their remainder: those of one tap are
-// neighbours.
+// The operand of a weight-stationary product: pixels of several images with a halo, in the order
+// [row][column][image]. Neighbours are the same pixel of several images, so tiles are full even in
+// narrow images. The columns of the halo are zero. Its rows are neither written nor read, as taps
+// in them are left out. With a stride, columns are grouped by their remainder: the columns of one
+// tap are neighbours.
 struct Interleaved {
   int64_t rows, columns, column_step, images, channels;
 
-  // Values from an image to the next. Not a power of two: a cache would hold few of the pixels.
+  // The distance between images in values. Not a power of two: a cache would hold few of the
+  // pixels.
   int64_t step() const {
     const int64_t padded = channels + kPadding;
     return (padded & (padded - 1)) == 0 ? padded + kPadding : padded;
@@ -34,8 +36,8 @@ struct Interleaved {
   static constexpr int64_t kPadding = 32;
 };
 
-// The activation that a strip of whole images reads. Further images are zero: dot products need an
-// even number.
+// The activation that a strip of whole images reads. Images beyond the strip's are zero: dot
+// products need an even number.
 inline Interleaved interleaved_input(const ConvSizes& conv, const Strip& strip, int64_t images) {
   const int64_t width = strip.in.width + 2 * conv.halo_w(), step = conv.stride.w;
   return {strip.in.rows + 2 * conv.halo_h(), (width + step - 1) / step * step, step, images,
@@ -49,18 +51,18 @@ inline Interleaved interleaved_output(const ConvSizes& conv, const Strip& strip,
 }
 
 // All groups of images of a batch. For a 1x1 kernel the batch is one image of one row, and a group
-// some of its pixels, unless images have rows of a norm of their own.
+// is some of its pixels, unless a norm has rows.
 struct ImageGroups {
   // Tiles stay in one column if a column has whole tiles of this many images.
   static constexpr int64_t kWholeTile = 8;
 
   ConvSizes conv;
   bool are_images;      // else pixels
-  int64_t size, count;  // of a group, in images or pixels
+  int64_t size, count;  // images or pixels of a group, and number of groups
 
   ImageGroups(const ConvSizes& conv, bool has_rows)
       : conv(conv), are_images(conv.taps() > 1 || has_rows) {
-    constexpr int64_t kPixels = 1024;  // of a group, about
+    constexpr int64_t kPixels = 1024;  // of a group, approximately
     const int64_t pixels = are_images ? conv.height * conv.width : 1;
     const int64_t most = std::max<int64_t>(1, kPixels / pixels);
     const int64_t parts = (length() + most - 1) / most;
@@ -84,13 +86,13 @@ struct ImageGroups {
   }
 
   int64_t length() const { return are_images ? conv.images : conv.pixels(); }
-  // The images of an operand: an even number for dot products, which read pairs of pixels.
+  // The images of an operand: an even number for dot products, which read pairs.
   int64_t images(const Strip& strip, bool pairs) const {
     return pairs && are_images ? (strip.images + 1) / 2 * 2 : strip.images;
   }
 };
 
-// Tiles of statistics and sums: some pixels of one image.
+// The tiles of statistics and sums: some pixels of one image.
 struct ImageTiles {
   const ImageGroups& groups;
   Rows Strip::* side;  // the input or the output

@@ -13,7 +13,7 @@ namespace preact_kernels {
 namespace {
 
 constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_bf16",
-                                  "amx_bf16"};  // by Isa
+                                  "amx_bf16"};  // indexed by Isa
 
 #if defined(PK_EMULATED)
 bool has_amx_bf16() { return true; }
@@ -58,7 +58,6 @@ Isa supported() {
   return Isa::kGeneric;
 }
 
-// The best instruction set, or the lesser one that is asked for.
 Isa wanted() {
   const Isa best = supported();
   const char* name = std::getenv("PREACT_KERNELS_CPU_ISA");

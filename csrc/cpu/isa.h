@@ -11,22 +11,23 @@ namespace preact_kernels {
 enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 
 // The best instruction set of this processor, or a lesser one that PREACT_KERNELS_CPU_ISA names.
-// Read once.
+// The variable is read once.
 Isa isa();
 const char* isa_name();
 
-// Bytes of a vector register of that instruction set.
+// Bytes of a vector register.
 int64_t vector_bytes();
 
 }  // namespace preact_kernels
 
 // PK_FOR_EACH_ISA declares kernels in the namespace of every instruction set.
 //
-// PK_CALL calls `function(...)` for the chosen instruction set. avx512_bf16 has only products of
-// bfloat16, and is avx512 in everything else. amx_bf16 has only the products of strips, and is
-// avx512_bf16 in everything else.
+// PK_CALL calls `function(...)` of the chosen instruction set. avx512_bf16 has only the products of
+// bfloat16, amx_bf16 only the products of strips of bfloat16; for everything else each uses the
+// lesser instruction set.
 //
-// With PK_EMULATED, both are plain C++ that runs wherever avx2 does, and avx2 in everything else.
+// With PK_EMULATED, both are plain C++ that runs wherever avx2 does, and use avx2 for everything
+// else.
 #if defined(__x86_64__)
 #if defined(PK_EMULATED)
 #define PK_FOR_AVX512(...)
@@ -75,7 +76,7 @@ int64_t vector_bytes();
 #define PK_CALL_TILES(function, ...) generic::function(__VA_ARGS__)
 #endif
 
-// PK_CALL for products in storage type T, of strips and of others: bfloat16 has its own.
+// PK_CALL for products in storage type T, of strips and others: bfloat16 has its own kernels.
 #define PK_CALL_STRIP(T, ...) PK_CALL_FOR(T, PK_CALL_TILES, __VA_ARGS__)
 #define PK_CALL_PRODUCT(T, ...) PK_CALL_FOR(T, PK_CALL_DOT, __VA_ARGS__)
 #define PK_CALL_FOR(T, call_bfloat16, function, ...) \

@@ -8,11 +8,9 @@ namespace preact_kernels {
 
 PK_FOR_EACH_ISA(
     // activation
-    // values = act(values).
     template <class T>
     void activate(const ActivationFunction& activation, T* values, int64_t count);
 
-    // gradient *= act'(p). `count` is a multiple of the lanes.
     template <class A> void multiply_by_derivative(const ActivationFunction& activation, const A* p,
                                                    A* gradient, int64_t count);
 

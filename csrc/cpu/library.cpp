@@ -16,19 +16,18 @@ void running_stats_update(const std::vector<Tensor>& running, const std::vector<
 
 using namespace preact_kernels;
 
-// The name of the chosen `Isa`.
 static std::string instruction_set() { return isa_name(); }
 
-// The channels of direct convolutions are multiples of this.
+// Direct convolutions need channels in multiples of this.
 static int64_t channel_multiple() { return vector_bytes() / static_cast<int64_t>(sizeof(float)); }
 
-// The limits of direct convolutions, as `ConvLimits` in kernels/cpu.py names them.
+// The fields of `ConvLimits` in kernels/cpu.py.
 static std::vector<int64_t> conv_limits() {
   return {Taps::kMost, kSmallWeight, kFewActivations, kFewActivationsPerWeight};
 }
 
-// Whether a convolution of `x` is weight-stationary, forward and backward; and whether
-// kernels/winograd.h serves it, forward and backward, if it serves the values.
+// Whether both passes of a convolution of `x` are weight-stationary; whether both use
+// kernels/winograd.h, if that serves the values.
 static std::tuple<bool, bool> conv_route(const Tensor& x, const Tensor& conv_weight,
                                          const std::vector<int64_t>& stride) {
   const ScalarType dtype = check_dtype("x", x);

@@ -17,13 +17,13 @@ namespace {
 
 constexpr size_t kAlignment = 64;  // as in PyTorch's allocator
 
-// For tests: outputs that a kernel does not write are then NaN in every dtype.
+// Tests set this: outputs that a kernel does not write are then NaN in every dtype.
 bool is_poisoned() {
   static const char* value = std::getenv("PREACT_KERNELS_POISON");
   return value != nullptr && std::strcmp(value, "1") == 0;
 }
 
-// The start of the allocation, kept in front of the first value.
+// The start of the allocation, which is stored in front of the first value.
 void*& start_of(void* values) { return static_cast<void**>(values)[-1]; }
 
 void* allocate(size_t bytes) {
@@ -33,7 +33,7 @@ void* allocate(size_t bytes) {
   const uintptr_t address = (reinterpret_cast<uintptr_t>(start) / kAlignment + 1) * kAlignment;
   void* values = reinterpret_cast<void*>(address);
   start_of(values) = start;
-  // The rest of the allocation, on both sides.
+  // Both ends of the allocation are unused.
   ASAN_POISON_MEMORY_REGION(start, address - reinterpret_cast<uintptr_t>(start));
   ASAN_POISON_MEMORY_REGION(static_cast<char*>(values) + bytes,
                             reinterpret_cast<uintptr_t>(start) + kAlignment - address);

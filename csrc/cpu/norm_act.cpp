@@ -33,7 +33,7 @@ void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, con
     const T* from = data<T>(x);
     T* to = stores_g ? mutable_data<T>(*g) : nullptr;
     const BatchTiles tiles(size, normalisation.has_rows);
-    // The sums of an image of one tile are complete.
+    // The sums of a tile that is a whole image are complete.
     const bool is_whole = normalisation.has_rows && tiles.of_image == 1;
     TileSums<A> partial(is_whole ? 0 : tiles.count, size.channels);
     A* out = mutable_data<A>(sums);

@@ -11,10 +11,10 @@ namespace preact_kernels {
 namespace {
 
 // The gradient of a weight [K, C, R, S], from partial gradients [tap][narrow][wide], each over a
-// part of the strips. With kernels/winograd.h, taps are followed by its positions. `wide` are the
-// input channels for a kernel with several taps, where dy stays in place and the input is shifted,
-// and where they fill the vectors of a tile: rows are then contiguous in an NHWC weight. Else they
-// are the output channels.
+// part of the strips. With kernels/winograd.h, its positions follow the taps. The input channels
+// are `wide` if the kernel has several taps (dy stays in place and the input is shifted), if they
+// are as many as the output channels or more, or if they fill the vectors of a tile: rows are then
+// contiguous in an NHWC weight. Else the output channels are `wide`.
 template <class T>
 struct WeightGradient {
   using A = Accumulate<T>;
@@ -34,7 +34,7 @@ struct WeightGradient {
         parts(part_count(strips)),
         partials(thread_buffer<A, Use::kWeightGradients>(parts * weights)) {}
 
-  // More parts than threads, for an even load, if the partials stay in the caches.
+  // More parts than threads balance the load, if the partial gradients stay in the caches.
   int64_t part_count(int64_t strips) const {
     constexpr int64_t kMostValues = 128 * 1024;
     const int64_t threads = torch::stable::get_num_threads();

@@ -9,8 +9,8 @@
 
 namespace preact_kernels {
 
-// Calls body(begin, end) for parts of [0, count) on PyTorch's threads. Throws the first exception
-// of a part; that of torch::stable::parallel_for has another message.
+// Calls body(begin, end) for parts of [0, count) on PyTorch's threads. Rethrows the first exception
+// of a part; torch::stable::parallel_for would change its message.
 template <class Body>
 void parallel_for(int64_t count, int64_t grain_size, const Body& body) {
   std::atomic_flag has_failed = ATOMIC_FLAG_INIT;

@@ -8,7 +8,7 @@ namespace preact_kernels {
 
 namespace {
 
-// Runs of planes of consecutive channels of an image, about as large as a tile of pixels.
+// Runs of consecutive planes of an image, about as large as a tile of pixels.
 struct PlaneRuns {
   const Activation& size;
   int64_t pixels, length, of_image, count;
@@ -41,7 +41,7 @@ NormRow<A> from_channel(const NormRow<A>& row, int64_t channel) {
           row.bias == nullptr ? nullptr : row.bias + channel, row.activation};
 }
 
-// Tiles of ranges of equally many values: the channels of a group, or a plane.
+// TileStatistics of ranges of equal length: planes, or the planes of a group.
 template <class A>
 struct RangeStatistics {
   static constexpr int64_t kTileValues = 1024, kBlockTiles = 16;
@@ -65,7 +65,7 @@ struct RangeStatistics {
 
   int64_t length(int64_t tile) const { return std::min(kTileValues, values - tile * kTileValues); }
 
-  // Mean and variance of `count` ranges from `first` on, `step` apart, merged as by merge_groups.
+  // Mean and variance of `count` ranges from `first` on, `step` apart, as in merge_groups.
   void merge(int64_t first, int64_t count, int64_t step, A* mean_out, A* var_out) const {
     const double origin = partials[first * of_range * 3],
                  total = static_cast<double>(count * values);

@@ -1,4 +1,4 @@
-// Norm and activation of tensors in NCHW order, a plane of pixels a channel and image.
+// Norm and activation of tensors in NCHW order: a plane of pixels for each image and channel.
 #pragma once
 
 #include "../host/launch.h"
@@ -7,7 +7,7 @@
 
 namespace preact_kernels {
 
-// As the launchers in host/launch.h.
+// The launchers of host/launch.h for planar tensors.
 void launch_planes_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x);
 void launch_planes_group_stats(const Activation& size, const Tensor& x, int64_t groups,
                                const Statistics& of_x);

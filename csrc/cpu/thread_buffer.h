@@ -13,8 +13,8 @@ namespace preact_kernels {
 // The purpose of a buffer. A thread uses one buffer of each purpose at a time.
 enum class Use { kScratch, kWeights, kWeightGradients, kPartials, kOperands };
 
-// Returns `values` uninitialised values of this thread. The buffer grows and is kept: calls are
-// many and short.
+// Returns `values` uninitialised values that belong to this thread. The buffer only grows, as calls
+// are many and short.
 template <class A, Use kUse>
 A* thread_buffer(int64_t values) {
   struct Buffer {

@@ -4,8 +4,8 @@
 
 namespace preact_kernels {
 
-// Contiguous matrices [M, R, C] as [M, C, R]. A task transposes a part of a matrix that fits the
-// first-level cache.
+// Transposes contiguous matrices [M, R, C] to [M, C, R]. A task transposes a part of a matrix that
+// fits the first-level cache.
 Tensor transpose(const Tensor& x) {
   constexpr int64_t kRows = 64, kColumns = 64;
   check_tensor("x", x);

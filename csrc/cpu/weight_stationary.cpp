@@ -10,7 +10,7 @@ namespace {
 
 int64_t parts_of(int64_t length, int64_t part) { return (length + part - 1) / part; }
 
-// The operands that a launch needs.
+// The operands that a launch fills.
 struct Needs {
   bool input, output, pairs;
 };
@@ -24,9 +24,9 @@ struct Operands {
   const bool pairs;  // products are dot products
   const int64_t value_bytes;
 
-  // Per group.
+  // Bytes per group.
   int64_t input_bytes = 0, output_bytes = 0, pair_bytes = 0;
-  // Of all groups.
+  // Memory of all groups.
   char *inputs = nullptr, *outputs = nullptr, *output_pairs = nullptr;
 
   Operands(const ConvSizes& conv, const ImageGroups& groups, Needs needs)
@@ -61,7 +61,7 @@ struct Operands {
   char* input_of(int64_t group) const { return inputs + group * input_bytes; }
   char* output_of(int64_t group) const { return outputs + group * output_bytes; }
   char* pairs_of(int64_t group) const { return output_pairs + group * pair_bytes; }
-  // The narrow operand of a weight gradient.
+  // The narrow operand of a weight gradient: the output gradient.
   char* narrow_of(int64_t group) const { return pairs ? pairs_of(group) : output_of(group); }
 
   template <class N>
@@ -78,7 +78,7 @@ struct Operands {
     });
   }
 
-  // Pairs of pixels of the output gradient, for dot products.
+  // Fills pairs of pixels of the output gradient, which dot products read.
   void fill_pairs() const {
     constexpr int64_t kPart = 64;  // an even number
     if (!pairs) return;
@@ -113,7 +113,6 @@ struct Operands {
   }
 };
 
-// Memory for packed weights.
 template <class T>
 void* packed_memory(const ConvSizes& conv, int64_t in_channels) {
   const int64_t channels = PK_CALL_PRODUCT(T, packed_channels<T>, conv, in_channels);
@@ -123,7 +122,7 @@ void* packed_memory(const ConvSizes& conv, int64_t in_channels) {
 
 }  // namespace
 
-// `activations`: per weight, from which on kernels/winograd.h serves.
+// From `activations` per weight on, strips with kernels/winograd.h are faster, if it serves.
 static bool is_weight_stationary(const ConvSizes& conv, bool has_winograd, double activations) {
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
   const Activation in = conv.input(), out = conv.output();

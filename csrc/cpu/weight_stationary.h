@@ -6,16 +6,16 @@
 
 namespace preact_kernels {
 
-// Strips are as fast for weights of at most kSmallWeight elements, and with more activations before
-// and after the convolution: in all, or per weight. All operands are in memory at once: they must
-// be small.
+// Strips are as fast for weights of at most kSmallWeight elements, or with more activations before
+// and after the convolution than these limits, in total or per weight. A weight-stationary
+// convolution has all operands in memory at once: they must be small.
 constexpr int64_t kSmallWeight = 64 * 1024;
 constexpr int64_t kFewActivations = 2 * 1024 * 1024;
 constexpr int64_t kFewActivationsPerWeight = 4;
 
-// With kernels/winograd.h, strips are faster from this many activations per weight on. In a
-// backward more: each thread sums a weight gradient of its own. Neither depends on the number of
-// threads: outputs and input gradients must not.
+// With kernels/winograd.h, strips are faster from this many activations per weight on. A backward
+// needs more, as each thread sums its own weight gradient. The limits must not depend on the number
+// of threads: outputs and input gradients would, too.
 constexpr double kWinogradActivations = 0.4, kWinogradBackwardActivations = 0.8;
 
 bool is_forward_stationary(const ConvSizes& conv, bool has_winograd);

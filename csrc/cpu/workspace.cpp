@@ -2,7 +2,7 @@
 
 namespace preact_kernels {
 
-// Each kernel writes its own results.
+// Empty: each kernel writes its own results.
 struct Workspace {};
 std::shared_ptr<Workspace> new_workspace(const Tensor&, ScalarType, const std::vector<Tensor>&,
                                          int64_t) {

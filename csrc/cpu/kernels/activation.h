@@ -11,7 +11,7 @@
 
 PK_BEGIN_ISA
 
-// Whole numbers as wide as the lanes of V.
+// Integers as wide as the lanes of V.
 template <class V>
 using Whole = decltype(V{} < V{});
 
@@ -20,8 +20,8 @@ struct FloatFormat;
 template <>
 struct FloatFormat<float> {
   static constexpr int kMantissaBits = 23, kBias = 127;
-  static constexpr float kRounder = 0x1.8p23f;  // a sum with it is rounded to a whole
-  static constexpr float kLn2 = 0x1.63p-1f, kLn2Rest = -0x1.bd0106p-13f;  // exact products with n
+  static constexpr float kRounder = 0x1.8p23f;  // adding it rounds to an integer
+  static constexpr float kLn2 = 0x1.63p-1f, kLn2Rest = -0x1.bd0106p-13f;  // n * kLn2 is exact
   static constexpr float kMostExp = 89, kLeastExp = -104;                 // infinite above, 0 below
 };
 template <>
@@ -41,7 +41,7 @@ PK_INLINE V polynomial(V v, const A (&c)[kCount]) {
   return sum;
 }
 
-// 2^n for exponents of normal numbers.
+// 2^n, for normal results.
 template <class A>
 PK_INLINE Vector<A> power_of_two(Whole<Vector<A>> n) {
   return reinterpret_cast<Vector<A>>((n + FloatFormat<A>::kBias) << FloatFormat<A>::kMantissaBits);
@@ -116,7 +116,7 @@ PK_INLINE Vector<A> log1p_of(Vector<A> v) {
   return (whole - Format::kRounder) * A(0.69314718055994530942) + (2 * s + s * z * terms);
 }
 
-// |v|, and `magnitude` with the sign of `v`.
+// |v|; and `magnitude` with the sign of v.
 template <class V>
 PK_INLINE V magnitude_of(V v) {
   return reinterpret_cast<V>(reinterpret_cast<Whole<V>>(v) & ~reinterpret_cast<Whole<V>>(-V{}));
@@ -134,7 +134,8 @@ PK_INLINE Vector<A> tanh_of(Vector<A> v) {
   return with_sign_of(v, e / (e + 2));
 }
 
-// Up to 0.92 v + v * P(v^2), else 1 - exp(v * Q(v)): minimax polynomials.
+// v + v * P(v^2) for |v| <= 0.92, else sign(v) * (1 - exp(|v| * Q(|v|))), with minimax polynomials
+// P and Q.
 PK_INLINE Vector<float> erf_of(Vector<float> v) {
   constexpr float kP[] = {0.128379166314f,   -0.376126307681f,  0.112836519328f,
                           -0.0268570814656f, 0.00519550727215f, -0.000808238600336f,
@@ -157,7 +158,7 @@ PK_INLINE Vector<A> sigmoid_of(Vector<A> v) {
   return 1 / (1 + exp_of<A>(-v));
 }
 
-// value(p) is act(p), gradient(p, dy) is dy * act'(p).
+// In each of these structs value(p) = act(p) and gradient(p, dy) = dy * act'(p).
 template <class A>
 struct Relu {
   using V = Vector<A>;
@@ -297,7 +298,7 @@ struct Tanh {
   }
 };
 
-// Calls body(function) with one of the structs above.
+// Calls body(function) with one of these structs.
 template <class A, class Body>
 PK_INLINE void with_activation(const ActivationFunction& activation, const Body& body) {
   const A parameter = static_cast<A>(activation.parameter);
@@ -323,6 +324,7 @@ PK_INLINE void with_activation(const ActivationFunction& activation, const Body&
 }
 
 template <class T>
+// values = act(values).
 void activate(const ActivationFunction& activation, T* values, int64_t count) {
   using A = Accumulate<T>;
   with_activation<A>(activation, [&](const auto& function) PK_LAMBDA {
@@ -337,6 +339,7 @@ void activate(const ActivationFunction& activation, T* values, int64_t count) {
 }
 
 template <class A>
+// gradient *= act'(p). `count` is a multiple of the lanes.
 void multiply_by_derivative(const ActivationFunction& activation, const A* p, A* gradient,
                             int64_t count) {
   with_activation<A>(activation, [&](const auto& function) PK_LAMBDA {
@@ -348,7 +351,7 @@ void multiply_by_derivative(const ActivationFunction& activation, const A* p, A*
 
 #define PK_INSTANTIATE(T) template decltype(activate<T>) activate<T>;
 PK_FOR_DTYPES(PK_INSTANTIATE)
-#ifdef PK_HAS_DOT  // the end of an input gradient keeps p in float32
+#ifdef PK_HAS_DOT  // finish_activation keeps p in float32
 PK_INSTANTIATE(float)
 #endif
 #undef PK_INSTANTIATE

@@ -1,7 +1,7 @@
 // Products of strips on tile registers: see conv_product.h for what they compute.
 //
-// A tile has some pixels of a row of the image, read where they are in the operand. The packed
-// weights of product_tile are factors B as they are: pairs of input channels.
+// A tile has some pixels of an image row, read in place from the operand. The packed weights of
+// product_tile already have the order of factors B: pairs of input channels.
 #pragma once
 
 #include "amx_tiles.h"
@@ -11,12 +11,12 @@ PK_BEGIN_ISA
 
 #ifdef PK_HAS_TILES
 
-// The reduction of a product, in runs: taps next to each other in the operand and in the weights,
-// such as those of a row of the kernel.
+// The reduction of a product, in runs of taps that are contiguous in the operand and in the
+// weights, such as the taps of a kernel row.
 struct TapRuns {
   int64_t count = 0;
   int64_t offset[Taps::kMost], place[Taps::kMost], values[Taps::kMost];
-  bool has_rest = false;  // a run is no multiple of kTileDepth
+  bool has_rest = false;  // some run is not a multiple of kTileDepth
 
   TapRuns(const Taps& taps, int64_t channels) {
     for (int64_t t = 0; t < taps.count; ++t) {
@@ -34,10 +34,10 @@ struct TapRuns {
   }
 };
 
-// The pixels of a product as rows of tiles: equal parts of a row of the image. The last part may
-// begin in the one before it.
+// Splits the pixels of an image row into equal parts, each the rows of a tile. The last part may
+// overlap the one before it.
 struct AmxParts {
-  int64_t parts, pixels;  // of a row, of a part
+  int64_t parts, pixels;  // parts of a row, pixels of a part
 
   explicit AmxParts(int64_t width)
       : parts((width + kMostTileRows - 1) / kMostTileRows), pixels((width + parts - 1) / parts) {}
@@ -55,7 +55,7 @@ PK_INLINE TileShapes product_shapes(int64_t pixels, bool has_rest) {
   return shapes;
 }
 
-// The sums of kGroups parts of rows, which begin at `from`, for kVectors vectors of output
+// Computes the sums of kGroups parts of rows, which begin at `from`, for kVectors vectors of output
 // channels.
 template <int kGroups, int kVectors, bool kHasRest>
 PK_INLINE void add_runs(const BFloat16* const (&from)[kGroups], int64_t pixel_step,

@@ -1,7 +1,7 @@
 // Tile registers of Intel AMX: eight matrices of up to 16 rows of 64 bytes.
 //
-// A product adds A times B to float32 sums: A has rows of bfloat16, B a row for each pair of rows
-// of the factor: B[i][2 * n + j] is its element [2 * i + j][n].
+// A product adds A times B to float32 sums. Rows of A are bfloat16. B has a row for each pair of
+// rows of the factor: B[i][2 * n + j] is element [2 * i + j][n].
 //
 // Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 #pragma once
@@ -14,8 +14,8 @@ PK_BEGIN_ISA
 
 constexpr int kTiles = 8;
 constexpr int kMostTileRows = 16;   // also the columns of sums
-constexpr int kTileDepth = 32;      // the most values of the reduction in a product
-constexpr int64_t kTileBytes = 64;  // of a row
+constexpr int kTileDepth = 32;      // the most values of the reduction per product
+constexpr int64_t kTileBytes = 64;  // bytes of a row
 
 // Rows and bytes of a row of each tile register.
 struct alignas(64) TileShapes {
@@ -150,7 +150,7 @@ PK_INLINE void add_tile_product() {
 
 #endif
 
-// Configures the tile registers; its destructor releases them: they then cost nothing when threads
+// Configures the tile registers during its lifetime. Released registers cost nothing when threads
 // are switched.
 struct ConfiguredTiles {
   PK_INLINE explicit ConfiguredTiles(const TileShapes& shapes) { configure_tiles(shapes); }
@@ -169,13 +169,12 @@ PK_INLINE void unrolled(const Body& body) {
   unrolled(body, std::make_integer_sequence<int, kCount>{});
 }
 
-// Registers 0 to 3 hold sums, kA by kB tiles of them. Factors A are in 4 and 5, factors B in 6
-// and 7.
+// Registers 0 to 3 hold kA by kB tiles of sums, 4 and 5 factors A, 6 and 7 factors B.
 constexpr int kSumTiles = 4, kFirstA = 4, kFirstB = 6;
 
-// sums[g][v] += A[g] * B[v] for a step of the reduction. Factors are in both registers in turn, or,
-// if `kRegister` is 0 or 1, all in this one: then rows of A are walked to and fro, and the last one
-// stays for the next B.
+// sums[g][v] += A[g] * B[v] for a step of the reduction. Factors alternate between their two
+// registers, or all use register `kRegister` if that is 0 or 1. Each B reverses the order of A: the
+// last A stays loaded.
 template <int kA, int kB, int kRegister>
 PK_INLINE void add_tile_products(const BFloat16* const (&a)[kA], int64_t a_step,
                                  const BFloat16* const (&b)[kB], int64_t b_step) {

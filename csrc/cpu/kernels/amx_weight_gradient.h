@@ -1,9 +1,9 @@
 // The weight gradient of a strip on tile registers: a product over pixels.
 //
 // With stride 1, the operands of a strip have the same halo, and a tap is a distance: pixel q of dy
-// meets pixel q + distance of the activation, with pixels counted through the rows of an operand,
-// halo included. One operand is transposed, the other copied in pairs of pixels, once from its
-// first and once from its second pixel, for even and for odd distances.
+// meets pixel q + distance of the activation, counting pixels through the rows of an operand, halo
+// included. One operand is transposed. The other is copied in pairs of pixels, once from its first
+// and once from its second pixel, for even and for odd distances.
 #pragma once
 
 #include "amx_tiles.h"
@@ -36,8 +36,8 @@ PK_INLINE bool are_finite(const BFloat16* values, int64_t count) {
 // The pixels of one image of a strip that a weight gradient adds, in whole steps of the reduction.
 struct AmxPixels {
   int64_t line;          // pixels of a row
-  int64_t count, depth;  // pixels of the output, and with zeros to whole steps
-  int64_t read, pairs;   // pixels of the wide operand, and pairs of a copy with zeros
+  int64_t count, depth;  // pixels of the output; padded to whole steps
+  int64_t read, pairs;   // pixels of the wide operand; pairs of a padded copy
 
   AmxPixels(const ConvSizes& conv, const Strip& strip) {
     line = strip.out.width + 2 * conv.halo_w();
@@ -89,14 +89,14 @@ PK_INLINE void fill_pairs_of_line(const BFloat16* in, int64_t channels, int64_t 
   std::fill(out + filled * 2 * channels, out + pairs * 2 * channels, BFloat16{});
 }
 
-// A factor B of some products: a block of channels for one tap, and the first of its sums.
+// The factor B of some products, a block of channels for one tap, and the first of their sums.
 struct AmxColumn {
   const BFloat16* pairs;
   float* sums;
 };
 
-// The sums of kA blocks of the transposed operand and kB columns, over `steps` steps. The blocks
-// are `block_values` apart, rows of pairs `pair_bytes`, rows of sums `row_bytes`.
+// Adds the products of kA blocks of the transposed operand and kB columns, over `steps` steps.
+// Blocks are `block_values` values apart, rows of pairs `pair_bytes`, rows of sums `row_bytes`.
 template <int kA, int kB>
 PK_OUTLINE void add_columns(const BFloat16* transposed, int64_t block_values,
                             const AmxColumn* columns, int64_t pair_bytes, int64_t steps,
@@ -154,9 +154,9 @@ PK_INLINE void add_taps(const BFloat16* transposed, const BFloat16* copies, int6
   if (count > 0) run();
 }
 
-// As strip_weight_gradient, from operands with a halo. Returns false, and adds nothing, where that
-// is left to strip_weight_gradient: with a stride, and where a value that is not finite would meet
-// the zeros of a halo.
+// Like strip_weight_gradient, for operands with a halo. Returns false, and adds nothing, for a
+// stride, and where a value that is not finite would meet the zeros of a halo:
+// strip_weight_gradient serves these.
 PK_INLINE bool amx_weight_gradient(const BFloat16* activation, const Haloed& a_operand,
                                    const BFloat16* gradient, const Haloed& dy_operand,
                                    const Strip& strip, const ConvSizes& conv, bool input_last,

@@ -8,9 +8,9 @@
 
 PK_BEGIN_ISA
 
-// statistics = [pivot, sum(d), sum(d^2)] of each channel, for d = x - pivot (TileStatistics). Sums
-// few pixels first, then these sums: the error grows with the length of a sum. The pivot is the
-// mean of the first pixels.
+// statistics = [pivot, sum(d), sum(d^2)] of each channel, for d = x - pivot (TileStatistics). The
+// pivot is the mean of the first pixels. Sums few pixels first, then these sums: the error grows
+// with the length of a sum.
 template <class T>
 void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics) {
   using A = Accumulate<T>;

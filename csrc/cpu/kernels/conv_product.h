@@ -30,8 +30,8 @@ PK_INLINE T* next_pixel(T* pixel, int64_t channels) {
   return pixel;
 }
 
-// Fills the operand `out` of some images: fill(row, pixel, image) writes rows of images, the halo
-// is zero.
+// Fills the operand `out` of some images. fill(row, pixel, image) writes a row of an image; the
+// halo is zero.
 template <class O, class Fill>
 PK_INLINE void fill_haloed(O* out, const Haloed& operand, const Rows& rows, int64_t images,
                            const ConvSizes& conv, const Fill& fill) {
@@ -51,9 +51,8 @@ PK_INLINE void fill_haloed(O* out, const Haloed& operand, const Rows& rows, int6
   }
 }
 
-// out = the output gradient of `pixels` pixels, as stored in type T, `step` values apart. With
-// `stores`, also stores the whole gradient in dx if that is given. The pixels are of `image` of the
-// batch.
+// out = the output gradient of `pixels` pixels of `image`, rounded to T, `step` values apart. With
+// `stores`, also stores it in dx unless that is null.
 template <class T, class O>
 PK_INLINE void apply_step(const OutputGradient<T>& dy, bool stores, O* out, int64_t step,
                           int64_t first_pixel, int64_t pixels, int64_t channels, int64_t image) {
@@ -162,14 +161,14 @@ PK_INLINE void product_tile(const O* in, const At& at, const Taps& taps, int64_t
   finish(acc);
 }
 
-// With one vector, product_tile loads a value for every multiplication, which is the bottleneck.
-// For kernels of this width, shared_tile loads a value once for the taps of a row.
+// With one vector, loading a value for each multiplication is the bottleneck of product_tile. For
+// kernels of this width, shared_tile loads a value once for the taps of a row.
 constexpr int kSharedTaps = 3;
 template <int kVectors>
 constexpr bool kSharesValues = kRegisters >= 32 && kVectors == 1;
 
-// Like product_tile, for kRows neighbours in a row of the image and one vector, in one sum in the
-// order row, channel, tap.
+// Like product_tile, for kRows neighbours in an image row and one vector, in one sum in the order
+// row, channel, tap.
 template <class O, int kRows, class Finish>
 PK_INLINE void shared_tile(const O* in, int64_t pitch, int64_t kernel_h, int64_t channels,
                            const O* weights, const Finish& finish) {
@@ -197,14 +196,14 @@ PK_INLINE void shared_tile(const O* in, int64_t pitch, int64_t kernel_h, int64_t
   finish(acc);
 }
 
-// Tiles from a product to the operands that it prefetches.
+// How many tiles ahead operands are prefetched.
 constexpr int kAhead = 4;
 
 // Whether a tile may continue in the next row of the image. Each pixel then needs its own address,
 // for which only small tiles leave registers.
 constexpr bool kTilesCrossRows = kRegisters < 32;
 
-// strip_product for kVectors vectors of output channels from k on, with kShares by shared_tile.
+// strip_product for kVectors vectors of output channels from k on; if kShares, by shared_tile.
 template <class O, int kVectors, bool kShares, class Finish>
 PK_OUTLINE void block_product(const O* in, const ProductPixels<Haloed>& pixels, int64_t images,
                               const ConvSizes& conv, const PackedWeights& packed,

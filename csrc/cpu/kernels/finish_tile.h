@@ -1,4 +1,4 @@
-// The ends of the products of a forward and of an input gradient: from a tile of sums to memory.
+// Fused epilogues of forward and input gradient: from a tile of sums to memory.
 #pragma once
 
 #include "conv_product.h"
@@ -26,14 +26,14 @@ PK_OUTLINE void begin_statistics(const T* y, int pixels, int64_t channels,
   }
 }
 
-// y = acc [+ conv_bias] [+ residual] for pixels of a strip. Where `statistics` are given, also the
-// statistics of y as stored (TileStatistics). The first pixels of a tile come first.
+// y = acc [+ conv_bias] [+ residual] for pixels of a strip, and the TileStatistics of y as stored
+// unless `statistics` is null. The first pixels of a tile must come first.
 template <class T, class A>
 struct FinishOutput {
   const ConvForward<T>& op;
   const Strip& strip;
   A* statistics;            // or null
-  int64_t first_pixel = 0;  // of the tile of image 0, in the strip
+  int64_t first_pixel = 0;  // where the tile of image 0 begins in the strip
   const T* added;
   T* out;
 
@@ -44,8 +44,8 @@ struct FinishOutput {
     out = op.y + first;
   }
 
-  // For some vectors of channels from k on, and kRows pixels from `pixel` of the strip on, in this
-  // image.
+  // Finishes kRows pixels of `image`, from `pixel` of the strip on, and kVectors vectors of
+  // channels, from k on.
   template <int kRows, int kVectors>
   PK_INLINE void operator()(Vector<A> (&acc)[kRows][kVectors], int64_t image, int64_t pixel,
                             int64_t k) const {
@@ -113,8 +113,8 @@ struct FinishOutput {
   }
 };
 
-// g = acc * act'(p) for any activation, as finish_input_gradient, from the values of acc in memory:
-// `rows` pixels of `width` channels. All pointers are to the first of them.
+// finish_input_gradient for any activation, with acc in memory: `rows` pixels of `width` channels.
+// All pointers are to the first value.
 template <class T, class Activation, class A>
 PK_OUTLINE void finish_activation(A* acc, int rows, int width, const T* x, T* g, int64_t step,
                                   const NormRow<A>& norm, A* sum, A* product,

@@ -1,14 +1,13 @@
-// The instruction set of a translation unit: every avx2/*.cpp and its like names its own, and
-// includes the kernels of an op. Kernels are in the namespace of that instruction set, between
-// PK_BEGIN_ISA and PK_END_ISA.
+// The instruction set of a translation unit. Each source names its own and includes the kernels of
+// an op, which are in the namespace of that instruction set, between PK_BEGIN_ISA and PK_END_ISA.
 //
-// Other headers are included before PK_BEGIN_ISA: the linker keeps one copy of an inline function,
-// such as in the standard library, which must run on every machine.
+// Include other headers before PK_BEGIN_ISA: the linker keeps one copy of an inline function, such
+// as of the standard library, which must run on every machine.
 #pragma once
 
 #include "../types.h"
 
-// Calls macro(T) for the storage types of all kernels, and of convolutions; macro(A) for the types
+// Call macro(T) for the storage types of all kernels, and of convolutions; macro(A) for the types
 // of sums; macro(W) for the types of values that are only moved.
 #define PK_FOR_DTYPES(macro) macro(double) PK_FOR_CONV_DTYPES(macro)
 #define PK_FOR_CONV_DTYPES(macro) macro(float) macro(BFloat16) macro(Float16)

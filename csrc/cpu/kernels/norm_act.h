@@ -22,11 +22,11 @@ void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
   }
 }
 
-// A sum in vectors is of at most this many pixels.
+// The most pixels of a sum in vectors.
 constexpr int64_t kShortSum = 16;
 
-// dy * act'(p) for kVectors vectors of channels of a few pixels: with kRelu computed when it is
-// asked for, else in a buffer.
+// dy * act'(p) for kVectors vectors of channels of a few pixels: computed on demand if kRelu, else
+// buffered.
 template <class T, int kVectors, bool kRelu>
 struct MaskedGradient {
   using A = Accumulate<T>;
@@ -67,8 +67,8 @@ PK_INLINE void with_relu(const ActivationFunction& activation, const Body& body)
   }
 }
 
-// g = dy * act'(p), stored with kStore, and the sums (TileSums) of g as stored: sums of few pixels
-// in vectors, their sums in float64.
+// g = dy * act'(p), stored if kStore, and the TileSums of g as stored: few pixels are summed in
+// vectors, these sums in float64.
 template <class T, bool kStore>
 void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
                int64_t channels, const NormRow<Accumulate<T>>& norm, double* sums) {
@@ -107,7 +107,7 @@ void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_
   });
 }
 
-// dx = [skip +] a*g + b*(x - mean) + c; with kMask, g is first multiplied by act'(p).
+// dx = [skip +] a*g + b*(x - mean) + c; if kMask, g is first multiplied by act'(p).
 template <class T, bool kMask, bool kHasSkip>
 void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>,
                          const GradientPointers<T>& tile, int64_t pixels, int64_t channels,

@@ -10,8 +10,8 @@
 
 PK_BEGIN_ISA
 
-// g = dgrad(dy) * act'(p) with its sums where op.g is given, and the strip's part of the weight
-// gradient where `dweight` is given.
+// g = dgrad(dy) * act'(p) with its sums unless op.g is null, and the strip's part of the weight
+// gradient unless `dweight` is null.
 template <class T>
 void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_sums,
                     Accumulate<T>* dweight, void* scratch) {

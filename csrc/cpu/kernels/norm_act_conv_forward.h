@@ -8,8 +8,8 @@
 
 PK_BEGIN_ISA
 
-// y = conv(act(p)) [+ conv_bias] [+ residual]. Where `statistics` are given, also the statistics
-// of y as stored (TileStatistics), computed while y is in registers.
+// y = conv(act(p)) [+ conv_bias] [+ residual], and the TileStatistics of y as stored unless
+// `statistics` is null, computed while y is in registers.
 template <class T>
 void strip_forward(const ConvForward<T>& op, const Strip& strip, Accumulate<T>* statistics,
                    void* scratch) {

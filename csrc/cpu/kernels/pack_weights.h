@@ -24,8 +24,8 @@ PK_INLINE bool has_rows_of_words(const ConvWeight<T>& weight) {
   return std::is_same_v<T, O> && weight.stride_c == 1;
 }
 
-// packed[block of k][tap][c / depth][k in block][c % depth] = weight[k][c][tap], with the depth of
-// products, for a group of input channels: at most kPackedChannels from `first` on.
+// packed[block of k][tap][c / depth][k in block][c % depth] = weight[k][c][tap], where depth is
+// kDepth, for at most kPackedChannels input channels from `first` on.
 template <class T>
 void pack(const ConvWeight<T>& weight, const ConvSizes& conv, int64_t in_channels,
           int64_t out_channels, void* packed, int64_t first) {

@@ -1,4 +1,4 @@
-// Norm and activation of tensors in NCHW order: planes of pixels, one value of a norm for each.
+// Norm and activation of tensors in NCHW order: each plane of pixels has one value of every table.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ PK_INLINE void for_vectors(int64_t count, const Body& body) {
   if (i < count) body(i, static_cast<int>(count - i));
 }
 
-// The first `lanes` lanes of v; 0 in the others.
+// v with 0 in the lanes from `lanes` on.
 template <class A>
 PK_INLINE Vector<A> first_lanes(Vector<A> v, int lanes) {
   for (int i = lanes; i < kLanes<A>; ++i) v[i] = 0;
@@ -68,7 +68,7 @@ void range_statistics(const T* x, int64_t count, Accumulate<T>* statistics) {
       static_cast<A>(sum_of_lanes<A>((square[0] + square[1]) + (square[2] + square[3])));
 }
 
-// y = act(p) for planes of consecutive channels, whose values `norm` begins with.
+// y = act(p) for planes of consecutive channels. `norm` begins with the first of them.
 template <class T>
 void planes_norm_act(const T* x, T* y, int64_t planes, int64_t pixels,
                      const NormRow<Accumulate<T>>& norm) {
@@ -96,7 +96,7 @@ void planes_norm_act(const T* x, T* y, int64_t planes, int64_t pixels,
   if (!is_relu) activate(norm.activation, y + activated, done - activated);
 }
 
-// The pixels of a plane whose p and gradient are in memory at a time.
+// The most pixels of a plane whose p and gradient are buffered.
 constexpr int64_t kPlanePart = 512;
 
 // gradient = dy * act'(p) for at most kPlanePart values; the rest of the last vector is 0.

@@ -5,7 +5,7 @@
 
 PK_BEGIN_ISA
 
-// The type of a product's operands for storage type T. Dot products read bfloat16 in pairs.
+// The type of a product's operands for storage type T. Dot products read pairs of bfloat16.
 #ifdef PK_HAS_DOT
 template <class T>
 using Operand = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16, Accumulate<T>>;

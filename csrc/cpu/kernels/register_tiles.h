@@ -85,8 +85,8 @@ PK_INLINE void for_vector_blocks(int64_t channels, int most, const Body& body) {
   }
 }
 
-// Vectors of output channels in a tile. Two for kernels larger than 1x1: every tile reads all their
-// weights through the first-level cache.
+// Vectors of output channels in a tile: only two for kernels larger than 1x1, as every tile reads
+// all their weights through the first-level cache.
 PK_INLINE int tile_vectors(const ConvSizes& conv) { return conv.taps() == 1 ? kMaxVectors : 2; }
 
 PK_END_ISA

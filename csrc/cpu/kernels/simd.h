@@ -52,7 +52,7 @@ PK_INLINE void store(Float16* to, Vector<float> v) {
 #else
 typedef int32_t SignedBits __attribute__((vector_size(kVectorBytes)));
 
-// As `upcast`.
+// `upcast` for a vector.
 PK_INLINE Vector<float> load(const Float16* from) {
   HalfBits half;
   __builtin_memcpy(&half, from, sizeof half);
@@ -65,7 +65,7 @@ PK_INLINE Vector<float> load(const Float16* from) {
   return reinterpret_cast<Vector<float>>(found | (bits & 0x8000) << 16);
 }
 
-// As `rounded_to`.
+// `rounded_to` for a vector.
 PK_INLINE void store(Float16* to, Vector<float> v) {
   const FullBits bits = reinterpret_cast<FullBits>(v), rest = bits & 0x7fffffff;
   const SignedBits size = reinterpret_cast<SignedBits>(rest);
@@ -85,7 +85,7 @@ PK_INLINE void store(A* to, Vector<A> v) {
 }
 
 #if defined(PK_HAS_DOT) && defined(PK_TARGET)
-// Rounds to nearest even. NaN stays NaN. Denormal numbers become 0, as they are in dot products.
+// Rounds to nearest even. NaN stays NaN. Denormal numbers become 0, as in dot products.
 PK_INLINE void store(BFloat16* to, Vector<float> v) {
   const __m256bh half = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
   __builtin_memcpy(to, &half, sizeof half);

@@ -1,7 +1,7 @@
 // The gradient of a convolution's weight: a product over pixels.
 //
 // One operand is `wide`, a vector of channels, the other `narrow`, broadcast. Dot products read
-// pairs of pixels: copied side by side for `narrow`, interleaved in registers for `wide`.
+// pairs of pixels: `narrow` is copied in pairs, `wide` is interleaved in registers.
 #pragma once
 
 #include "../image_groups.h"
@@ -22,7 +22,7 @@ struct PixelRows {
         pitch(operand.pitch()),
         step(operand.channels),
         channels(operand.channels) {}
-  // All images as one.
+  // Treats all images as one.
   PixelRows(const O* values, const Interleaved& operand)
       : values(values),
         image_pitch(0),
@@ -47,7 +47,7 @@ struct PixelRows {
   }
 };
 
-// Pairs of pixels in `memory`: `rows` rows of an image, `width` pixels each.
+// The pairs of pixels of `rows` rows of `width` pixels, in `memory`.
 template <class O>
 PK_INLINE PixelRows<O> paired_rows(const O* memory, int64_t rows, int64_t width,
                                    const PixelRows<O>& narrow) {
@@ -62,7 +62,7 @@ struct TapRange {
 #ifdef PK_HAS_DOT
 typedef uint16_t FullHalves __attribute__((vector_size(kVectorBytes)));
 
-// Pairs of values with the same index of `first` and `second`, 16 from `kFrom` on.
+// Pairs of values of `first` and `second` with the same index: 16 pairs from `kFrom` on.
 template <int kFrom, int... kIndex>
 PK_INLINE FullBits paired(FullHalves first, FullHalves second,
                           std::integer_sequence<int, kIndex...>) {
@@ -129,7 +129,7 @@ PK_INLINE void load_pixels(const BFloat16* first, const BFloat16* second, FullBi
 }
 #endif
 
-// Some channels of one pixel, or of a pair of pixels in dot products.
+// Loads some channels of a pixel, or of a pair of pixels in dot products.
 template <class A, int kVectors>
 PK_INLINE void load_pixels(const A* first, const A*, Vector<A> (&w)[kVectors]) {
 #pragma GCC unroll 4
@@ -262,7 +262,7 @@ template <class O>
 PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& dy,
                                      const Strip& strip, const ConvSizes& conv, bool input_last,
                                      O* pairs, Accumulate<O>* dweight) {
-  // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.
+  // 0 * NaN is NaN: adds only pixels where the tap falls inside the image, none of the halo.
   const auto for_rows_of_taps = [&](const auto& body) PK_LAMBDA {
     for (int64_t r = 0; r < conv.kernel_h; ++r) {
       const PixelRange rows = inside(r - conv.halo_h(), conv.stride.h, strip.in.image_rows,

@@ -61,7 +61,7 @@ PK_INLINE void fill_part(O* out, const Interleaved& operand, const ConvSizes& co
   }
 }
 
-// A part of the activation act(p).
+// Writes a part of the activation act(p) to an operand.
 template <class T>
 void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const ConvSizes& conv,
                      const Strip& strip, const Interleaved& operand, const RowPart& part,
@@ -74,7 +74,7 @@ void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const
                 PK_LAMBDA { normalise(x + pixel * channels, out, step, count, channels, row); });
 }
 
-// A part of the gradient of the output, also stored if it is wanted.
+// Writes a part of the output gradient to an operand, and stores it if it is wanted.
 template <class T>
 void fill_gradient(const OutputGradient<T>& dy, const ConvSizes& conv, const Strip& strip,
                    const Interleaved& operand, const RowPart& part, void* memory) {
@@ -87,8 +87,8 @@ void fill_gradient(const OutputGradient<T>& dy, const ConvSizes& conv, const Str
             });
 }
 
-// sums[pixel][image][channel] = (`is_first`) or += the product of some input channels, for kVectors
-// vectors of output channels.
+// Adds the product of some input channels to sums[pixel][image][channel], or stores it if
+// `is_first`, for kVectors vectors of output channels.
 template <class O, int kVectors>
 PK_OUTLINE void add_stationary_product(const O* in, const ProductPixels<Interleaved>& pixels,
                                        const ConvSizes& conv, int64_t channels, const O* weights,
@@ -190,7 +190,7 @@ PK_INLINE void stationary_products(const StationaryTask<T>& task, const ForPixel
   });
 }
 
-// y of a task's output channels, for a group of images, with its part of the statistics.
+// Computes y for a task's output channels and a group of images, with its part of the statistics.
 template <class T>
 void stationary_output(const ConvForward<T>& op, const StationaryTask<T>& task,
                        Accumulate<T>* statistics) {
@@ -207,7 +207,7 @@ void stationary_output(const ConvForward<T>& op, const StationaryTask<T>& task,
       });
 }
 
-// g of a task's input channels, for a group of images, with its part of the sums.
+// Computes g for a task's input channels and a group of images, with its part of the sums.
 template <class T>
 void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T>& task,
                                double* tile_sums) {
@@ -216,7 +216,7 @@ void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T
   const Strip& strip = task.strip;
   const int64_t channels = conv.in_channels, first = strip.in.first_pixel * channels;
   const int64_t begin = task.channel, end = std::min(begin + task_channels<T>(conv), channels);
-  const int64_t rows = 2 * strip.images * task.tiles.count;  // of sums
+  const int64_t rows = 2 * strip.images * task.tiles.count;  // rows of sums
   A* of_g = task.sums_of_tiles;
   for (int64_t i = 0; i < rows; ++i) {
     std::fill(of_g + i * channels + begin, of_g + i * channels + end, A(0));
@@ -241,7 +241,7 @@ void stationary_input_gradient(const ConvBackward<T>& op, const StationaryTask<T
   }
 }
 
-// Pairs of pixels of a part of a row of the output gradient, for dot products.
+// Fills pairs of pixels of a part of a row of the output gradient, which dot products read.
 template <class T>
 void fill_row_pairs(const ConvSizes& conv, const Interleaved& operand, const void* gradient,
                     int64_t width, int64_t row, int64_t first, int64_t count, void* pairs) {
@@ -266,7 +266,7 @@ void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip, const
                                 Accumulate<T>* partial) {
   using O = Operand<T>;
   const int64_t r = tap / conv.kernel_w, s = tap % conv.kernel_w, images = output.images;
-  // 0 * NaN is NaN: only pixels where the tap falls inside the image, no border.
+  // 0 * NaN is NaN: adds only pixels where the tap falls inside the image, none of the halo.
   const PixelRange rows =
       inside(r - conv.halo_h(), conv.stride.h, strip.in.image_rows, 0, strip.out.rows);
   const PixelRange columns =

@@ -6,10 +6,9 @@
 // tile, positions p (4x4), and sums over input channels, or over tiles:
 //   forward, input gradient   y = A^T m A,    m[p] = sum of v[p] * u[p],  v = B^T d B,  u = G g G^T
 //   weight gradient           dg = G^T n G,   n[p] = sum of v[p] * w[p],  w = A e A^T
-// An error is relative to the largest products of a sum, also to those that cancel in it. Weights
-// that are zero somewhere, or of which a tap outweighs the others, are left to direct sums, and so
-// are operands with values that are not finite, that would overflow in sums of neighbours, or whose
-// products vanish.
+// An error is relative to the largest products of a sum, also to those that cancel in it. Direct
+// sums serve weights with a zero or with one tap that outweighs the others, and operands that are
+// not finite, would overflow in sums of neighbours, or have products that vanish.
 #pragma once
 
 #include <limits>
@@ -55,8 +54,8 @@ PK_OUTLINE bool are_in_range(const A* values, int64_t count) {
   return is_in_range(sum_of_lanes<A>((squares[0] + squares[1]) + (squares[2] + squares[3])));
 }
 
-// Calls body(first, count, is_served) for images of a strip in a row whose operand is served, or is
-// not. An image's answer must not depend on others: the number of images in a strip depends on the
+// Calls body(first, count, is_served) for runs of images of a strip with the same answer. An
+// image's answer must not depend on other images: the number of images in a strip depends on the
 // number of threads.
 template <class O, class Body>
 PK_INLINE void for_served_images(const ConvSizes& conv, const O* operand, const Haloed& size,
@@ -149,7 +148,7 @@ PK_OUTLINE void transform_gradient(const A* in, int64_t pitch, int64_t channels,
   }
 }
 
-// The rows y of kTiles tiles, A^T m A for products m of positions `step` values apart.
+// y = A^T m A, two rows for kTiles tiles, for products m of positions `step` values apart.
 template <class A, int kTiles, int kVectors>
 PK_INLINE void transform_products(const A* products, int64_t step,
                                   Vector<A> (&y)[2][2 * kTiles][kVectors]) {
@@ -228,8 +227,7 @@ PK_OUTLINE void position_products(const A* v, int64_t tiles, int64_t channels, c
   }
 }
 
-// Tiles whose products are computed at once: some rows of tiles of a strip's images, or a part of a
-// row.
+// Tiles that are multiplied at once: some rows of tiles of a strip's images, or a part of a row.
 struct TileRange {
   int64_t first_row, rows, first_column, columns;
   int64_t image_rows;
@@ -367,8 +365,9 @@ PK_INLINE void winograd_weight_gradient(const A* activation, const Haloed& a_ope
       });
 }
 
-// For channels of the first part's sums [tap][channel], then n[position][channel]: sums over taps =
-// the sums of all parts + G^T n G. Taps and positions are `step` values apart, parts `part` values.
+// In the first part, sums[tap][channel] = the sums of all parts + G^T n G, where
+// n[position][channel] follows the taps. Taps and positions are `step` values apart, parts `part`
+// values.
 template <class A>
 PK_OUTLINE void merge_transformed(A* sums, int64_t parts, int64_t part, int64_t step,
                                   int64_t channels) {
@@ -403,7 +402,7 @@ PK_OUTLINE void merge_transformed(A* sums, int64_t parts, int64_t part, int64_t 
 }
 
 // u[block of k][position][c][k in block] = G g G^T for the packed weights g of input channels from
-// `first` to `end`. Fills the sums of the squares of g of each tap: NaN if one of g is zero.
+// `first` to `end`. `found` gets the sums of squares of each tap: NaN if a weight is zero.
 template <class A>
 void transform_group(const A* packed, const ConvSizes& conv, int64_t in_channels,
                      int64_t out_channels, A* u, int64_t first, int64_t end, TapSquares<A>& found) {
