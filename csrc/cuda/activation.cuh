@@ -1,7 +1,7 @@
 // Activations and their gradients, by PyTorch's formulas (ActivationKind of args.h).
 //
-// The kind is an argument of a kernel: a branch that all threads take alike, once for several
-// numbers. Functions of expf and the like are accurate to about two units in the last place.
+// The kind is an argument of a kernel: all threads take the same branch, once for several numbers.
+// Functions that use expf and the like are accurate to about two units in the last place.
 #pragma once
 
 #include <type_traits>
@@ -62,8 +62,8 @@ __device__ inline float activate(float p, float parameter) {
   if constexpr (kKind == K::kTanh) return tanhf(p);
 }
 
-// dy * act'(p). Where a branch is constant, dy does not matter, or passes as it is. A NaN is on the
-// side of each branch where PyTorch's kernels for GPUs have it.
+// dy * act'(p). Where act is constant the result is 0, and where its slope is 1 it is dy, without a
+// product. A NaN takes the same side of each branch as in PyTorch's kernels for GPUs.
 template <ActivationKind kKind>
 __device__ inline float activation_gradient(float dy, float p, float parameter) {
   using K = ActivationKind;

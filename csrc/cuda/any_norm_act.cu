@@ -9,8 +9,8 @@
 namespace preact_kernels {
 namespace cuda {
 
-// Channels of a vector, and pixels at a time. Each activation has code for all of these numbers.
-// Vectors of 16 bytes would need more registers in half precision.
+// Channels of a vector, and pixels at a time. The code of each activation is unrolled over all of
+// these numbers. Vectors of 16 bytes would need more registers in half precision.
 constexpr int kAnyWidth = 4, kAnySteps = 4;
 
 template <class T>
@@ -22,9 +22,9 @@ struct AnyNormActParams {
   T* y;
 };
 
-constexpr int kAnyForwardBlocks = 3;  // a multiprocessor
+constexpr int kAnyForwardBlocks = 3;  // per multiprocessor
 
-// y = act(p), p rounded to T first.
+// y = act(p), with p rounded to T.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kAnyForwardBlocks)
     any_norm_act_forward_kernel(AnyNormActParams<T> p) {
@@ -59,10 +59,10 @@ struct AnyNormActMaskParams {
   const T* x;
   ImageNorm norm;
   KernelActivation activation;
-  T* g;  // null where g is not stored
+  T* g;  // null if g is not stored
   GridSums memory;
   float* sums;     // [2, images, channels]: sum(g), sum(g * xhat)
-  int64_t second;  // from sum(g) to sum(g * xhat)
+  int64_t second;  // offset of sum(g * xhat) from sum(g)
 };
 
 constexpr int kAnyMaskSteps = 3, kAnyMaskBlocks = 2;  // limited by registers
@@ -140,7 +140,7 @@ struct AnyInputGradientParams {
   bool is_activated;
   bool are_pooled;    // whether the sums contain the weight
   const float* sums;  // [2, images, channels]: sum(g), sum(g * xhat)
-  int64_t second;     // from sum(g) to sum(g * xhat)
+  int64_t second;     // offset of sum(g * xhat) from sum(g)
   float inv_count;    // 0 in evaluation mode
   T* dx;
 };
@@ -226,7 +226,8 @@ ImageNorm image_norm(const Norm& norm) {
 
 }  // namespace
 
-// In each launch a block owns some channels and every so many tiles of pixels of an image.
+// In each launch a block owns some channels of one image, in a grid-stride loop over its tiles of
+// pixels.
 
 void launch_any_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
                                  const Tensor& y) {

@@ -11,10 +11,10 @@ template <class Types, int C>
 struct BackwardShared {
   using T = typename Types::T;
   static constexpr int kWidth = kFullWidth<T>;
-  // x of two tiles: it is read again after the products, while the next arrives.
+  // x of two tiles: a tile's x is read again after the products, while the next tile's arrives.
   static constexpr int kXParts = kParts<typename Types::X, kWidth>;
   using XAhead = VectorsAhead<typename Types::X, kWidth>;
-  // Vectors in this order: dy, or x of the step; g; skip.
+  // Vectors in this order: dy or the step's x; g; skip.
   static constexpr int kDyParts = kParts<typename Types::Y, kWidth>;
   static constexpr int kSkip = kDyParts + kParts<T, kWidth>;
   static constexpr int kAllParts = kSkip + kDyParts;
@@ -24,9 +24,9 @@ struct BackwardShared {
   // Offsets in bytes.
   int weights, dy, activation, da, norm, step, x_ahead, dy_ahead;
   int bytes;
-  int dy_parts;  // of a vector in dy_ahead
+  int dy_parts;  // parts of a vector in dy_ahead
 
-  // `tensors` counts what dy is computed from: g, and x and skip of the step.
+  // `tensors` counts the tensors that dy is computed from: g, and the step's x and skip.
   __host__ __device__ BackwardShared(int block_pixels, int in_channels, int out_channels,
                                      int tensors, bool of_input, bool of_weight) {
     const int in_row = in_channels * int(sizeof(T)) + 16;
@@ -69,7 +69,7 @@ constexpr int backward_blocks(bool has_large_shared_memory) {
   return GROUPS == 0 || (is_small && has_large_shared_memory) ? 2 : 1;
 }
 
-// The same for the GPU that this is compiled for. The host asks the GPU.
+// Blocks per multiprocessor of the GPU that is compiled for; the host asks its GPU.
 #if defined(__CUDA_ARCH__)
 constexpr bool kHasLargeSharedMemory = __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200;
 #else
@@ -78,8 +78,8 @@ constexpr bool kHasLargeSharedMemory = true;
 template <class Types, int C, int GROUPS>
 constexpr int kBackwardBlocks = backward_blocks<Types, C, GROUPS>(kHasLargeSharedMemory);
 
-// The same for the weight gradient alone. Sums of eight groups fit two blocks if the channels are
-// constant.
+// Blocks per multiprocessor for the weight gradient alone. Sums of eight groups fit two blocks if
+// the channels are constant.
 template <class Types, int C, int GROUPS, int IN>
 constexpr int kWeightGradientBlocks = C == 0 && IN != 0 ? 2 : kBackwardBlocks<Types, C, GROUPS>;
 

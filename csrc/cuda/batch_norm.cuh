@@ -15,10 +15,10 @@ struct NormPointers {
   Count pixels;
 };
 
-// An AffineStep: [skip +] A*g + B*(x - mean) + C.
+// The pointers of an AffineStep (tensor_args.h).
 struct AffineStepPointers {
   const void* skip;  // or null
-  const void* x;     // null where there is no step
+  const void* x;     // null without a step
   NormPointers norm;
   const float* sums;         // [2, C]: sum(g), sum(g * xhat)
   float inv_count;           // 0 in evaluation mode: x is not read, and NaN does not spread
@@ -32,8 +32,8 @@ __device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqr
 // 0 where p <= 0. NaN stays NaN, as in PyTorch.
 __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }
 
-// Marks a constructor that reads from shared memory what the threads of a block wrote there, each
-// by its NormChannel.
+// Tag of constructors that read coefficients from shared memory, where each thread of the block has
+// stored those of its NormChannel.
 struct FromShared {};
 
 // Channel threadIdx.x of a norm, and its two sums, in registers: a thread does not wait for these
@@ -44,7 +44,7 @@ struct NormChannel {
   float weight = 0, bias = 0, mean = 0, var = 0;
   ExactSum sums[2] = {};
 
-  // Reads nothing that a kernel of this call writes: may come before `wait_for_predecessors`.
+  // Reads nothing that a kernel of this call writes, so it may come before `wait_for_predecessors`.
   __device__ NormChannel(const NormPointers& norm, int channels)
       : exists(int(threadIdx.x) < channels) {
     if (!exists) return;
@@ -164,7 +164,7 @@ struct InputGradient {
     shared[3 * channels] = channel.mean;
   }
 
-  // The gradient of vector i in the dtype of x. x and skip are read only where the step has them.
+  // The gradient of vector i in the dtype of x. Reads x and skip only if the step needs them.
   template <class Y, class G, class X>
   __device__ Vector<Y, kWidth> apply(const AffineStepPointers& step, int i, const G& g, const X& x,
                                      const X& skip) const {

@@ -1,5 +1,5 @@
-// Sums over the pixels of a convolution's output for each channel, which blocks add to exact sums:
-// for mean and variance, and for the gradients of a batch norm.
+// Per-channel sums over the pixels of a convolution's output, which blocks add to exact sums: for
+// mean and variance, and for the gradients of a batch norm.
 #pragma once
 
 #include "conv_params.cuh"

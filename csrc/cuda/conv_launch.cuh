@@ -30,12 +30,12 @@ struct BackwardTask {
 struct BackwardPlan {
   TileGrid grid;
   int blocks, shared_bytes;
-  // The task's kernel is set.
+  // One of the two is set, depending on the task.
   void (*kernel)(NormActConvBackward) = nullptr;
   void (*weight_gradients_kernel)(WeightGradients) = nullptr;
 };
 
-// Defined for each dtype, and for half precision with a float32 stream, in files of their own.
+// Instantiated by one source per dtype, and one per half precision dtype with a float32 stream.
 template <class Types>
 ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv);
 template <class Types>

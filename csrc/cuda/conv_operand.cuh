@@ -1,4 +1,4 @@
-// Operands of the tensor cores: dtypes, 16-byte vectors, fragments of a warp.
+// Operands of tensor cores: dtypes, 16-byte vectors, fragments of a warp.
 //
 // One matrix product of a warp is 16 x 8 over a depth of 32 bytes: 16 values of half precision, 8
 // of TF32. A fragment is the part of an operand that a lane holds.
@@ -66,7 +66,7 @@ __device__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
   }
 }
 
-// A value as an operand: float32 is rounded to TF32, and a NaN stays one.
+// A value as an operand: float32 is rounded to TF32, and NaN stays NaN.
 template <class T>
 __device__ T as_operand(T value) {
   if constexpr (sizeof(T) == 4) return __uint_as_float(to_tf32(with_canonical_nan(value)));

@@ -12,14 +12,14 @@ struct NormActConvForward {
   const void* weight;    // [K][taps][C]
   const void* residual;  // shaped like y, or null
   void* y;
-  Accumulators statistics;  // of y: sums of the values and of their squares; or none
+  Accumulators statistics;  // of y: sums of values and squares; absent if not wanted
   int in_channels, out_channels;
   TileGrid grid;
   bool is_dependent;  // see `launch`
 };
 
 struct NormActConvBackward {
-  const void* dy;  // with a step: the g that it applies to, in the dtype of products
+  const void* dy;  // with a step its g, in the dtype of products
   AffineStepPointers step;
   const void* x;
   NormPointers norm;
@@ -34,7 +34,7 @@ struct NormActConvBackward {
   bool is_dependent;  // see `launch`
 };
 
-// Several convolutions, each in a row of the grid.
+// Several convolutions, one per row of the grid.
 constexpr int kMostWeightGradients = 64;
 struct WeightGradients {
   NormActConvBackward of[kMostWeightGradients];

@@ -92,9 +92,9 @@ TileGrid tile_grid(const ConvSizes& conv, int block_pixels) {
   return grid;
 }
 
-// Blocks of a persistent grid: at most `most` a multiprocessor, as its shared memory allows.
+// The number of persistent blocks: at most `most` per multiprocessor, as its shared memory allows.
 inline int persistent_blocks(int tiles, int shared_bytes, int most) {
-  constexpr int kReserved = 1024;  // bytes that the system takes of each block
+  constexpr int kReserved = 1024;  // bytes of each block that the system reserves
   const int fit = multiprocessor_shared_bytes() / (shared_bytes + kReserved);
   return std::min(tiles, multiprocessors() * std::clamp(fit, 1, most));
 }
@@ -116,9 +116,9 @@ ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv) {
   });
 }
 
-// Pixels per block of a kernel for the weight gradient alone: more blocks write more partial
-// gradients. At least this many blocks, if there are tiles for them. A launch for 12 weights of
-// the last stage of a ResNet for CIFAR, at batch 128, fills 132 multiprocessors once.
+// For a kernel that computes only the weight gradient: pixels per block (more blocks write more
+// partial gradients), and the least number of blocks, if there are tiles for them. A launch for 12
+// weights of the last stage of a ResNet for CIFAR, at batch 128, fills 132 multiprocessors once.
 constexpr int kPixelsOfWeightGradient = 768, kLeastBlocksOfWeightGradient = 8;
 
 template <class Types>

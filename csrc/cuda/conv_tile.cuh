@@ -34,7 +34,7 @@ struct Tile {
   static constexpr int kPixels = kHeight * kWidth;
   static constexpr int kHaloPixels = (kHeight + 2 * kHalo) * kHaloWidth;
 
-  int image;        // first pixel of the image
+  int image;        // index of the image's first pixel
   int row, column;  // of the tile's first pixel
   int height, width;
 
@@ -99,7 +99,7 @@ __host__ __device__ inline int lanes_of(int channels, int width) {
   return kThreads / (channels / width);
 }
 
-// The vectors of a thread in a tile: one column, every `lanes`-th pixel. Threads after the last
+// The vectors of a thread in a tile: one column of every `lanes`-th pixel. Threads after the last
 // full lane have none.
 struct ThreadColumn {
   int lanes, lane, channel;
@@ -143,8 +143,8 @@ __host__ __device__ constexpr int pixels_of_tile(int in_channels, int out_channe
   return pixels < 256 ? pixels : 256;
 }
 
-// Vectors that a thread copies to shared memory in the background. Only the same thread reads them:
-// no barrier is needed. A vector has parts of 16 bytes.
+// Vectors that a thread copies to shared memory asynchronously. The same thread reads them, so no
+// barrier is needed. A vector has parts of 16 bytes.
 template <class T, int kWidth>
 constexpr int kParts = kWidth * int(sizeof(T)) / 16;
 template <class T, int kWidth>
@@ -188,7 +188,7 @@ class VectorsAhead {
 };
 
 // Fills `shared` [taps][K][C + one vector] with a weight stored [K][taps][C], aligned to 16 bytes.
-// Half precision is copied in the background, in a group of its own.
+// Half precision is copied asynchronously, in a group of its own.
 template <class T, int TAPS>
 __device__ void load_weights(const T* packed, T* shared, int out_channels, int channels) {
   constexpr int kWidth = kFullWidth<T>;

@@ -46,8 +46,8 @@ __device__ inline Half from_float<Half>(float value) {
   return __float2half_rn(value);
 }
 
-// The same value. The compiler cannot tell: it computes anew what follows, and keeps it in no
-// register from elsewhere.
+// Returns the same value, but the compiler cannot tell: it computes anew what depends on it, in
+// place of keeping registers from an earlier use.
 __device__ inline int untraced(int value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -78,7 +78,7 @@ __device__ inline float2 unpack_pair<Half>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// All bits of the numbers of a pair that are not zero. NaN is not zero.
+// A mask with all bits of the numbers of a pair that are not zero. NaN is not zero.
 template <class T>
 __device__ inline uint32_t mask_of_nonzero(uint32_t pair);
 template <>
@@ -99,12 +99,13 @@ __device__ inline uint32_t shared_address(const void* smem) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
 }
 
-// Asks for the line of global memory at this address, which is read soon.
+// Prefetches a line of global memory into L2.
 __device__ inline void prefetch_to_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
-// Starts a copy of 16 bytes to shared memory, of zeros unless `exists`: `from` is then not read.
+// Starts an asynchronous copy of 16 bytes to shared memory. Unless `exists`, it writes zeros and
+// does not read `from`.
 __device__ inline void cp_async_16(void* smem, const void* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)),
                "l"(from), "r"(exists ? 16 : 0)
@@ -112,7 +113,7 @@ __device__ inline void cp_async_16(void* smem, const void* from, bool exists) {
 }
 // Ends a group of copies.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most the newest `kGroups` groups of this thread are under way.
+// Waits until at most the newest `kGroups` groups of this thread are in flight.
 template <int kGroups>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
@@ -155,9 +156,9 @@ __device__ inline void add_relaxed(uint64_t* to, uint64_t added) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(added) : "memory");
 }
 
-// A counter in global memory that the blocks of a cooperative launch wait for. What a block wrote
-// before it added is seen by who has then loaded the counter, and by the threads that meet it at a
-// barrier of their block.
+// A counter in global memory on which the blocks of a cooperative launch wait. A thread that loads
+// it sees what the blocks wrote before they added to it, and so do the threads that meet this
+// thread at a barrier of their block.
 __device__ inline void add_release(unsigned* to, unsigned added) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(added) : "memory");
 }
@@ -190,7 +191,7 @@ __device__ inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4],
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// To nearest, ties away from zero. Cuts the last 13 bits off a NaN, which may leave an infinity.
+// Rounds to nearest, ties away from zero. NaN loses its last 13 bits, and may become infinity.
 __device__ inline uint32_t to_tf32(float value) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
@@ -199,7 +200,7 @@ __device__ inline uint32_t to_tf32(float value) {
 
 // The same number, or the canonical NaN for any NaN.
 __device__ inline float with_canonical_nan(float value) {
-  float result;  // nvcc would leave out a product with one that is not in PTX
+  float result;  // in PTX, as nvcc removes products with one
   asm("mul.rn.f32 %0, %1, 0f3F800000;" : "=f"(result) : "f"(value));
   return result;
 }
@@ -211,7 +212,6 @@ inline void check_cuda(const char* name, cudaError_t status) {
   throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(status));
 }
 
-// An attribute of the current device.
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   check_cuda("cudaGetDevice", cudaGetDevice(&device));
@@ -238,7 +238,7 @@ inline bool prepare_kernel(const char* name, const void* kernel) {
   if (found != prepared.end()) return found->second;
   check_cuda(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                         most_shared_bytes()));
-  // The same split of a multiprocessor's memory in all kernels: one starts beside another.
+  // All kernels split a multiprocessor's memory alike, so that one can start while another runs.
   check_cuda(name, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared));
   cudaFuncAttributes attributes{};

@@ -1,5 +1,5 @@
 // Sums over the blocks of a grid as exact integers: the order of additions changes no bit, and no
-// block waits for others. The kernel that reads a sum rounds it.
+// block waits for another. The kernel that reads a sum rounds it.
 //
 // A sum is six words. Words 0 to 4 count units of 2^-96, 2^-48, ... 2^96: a float64 is split into
 // integers of 48 bits, and each is added to its word with wraparound, which leaves 15 bits for the
@@ -17,7 +17,7 @@ constexpr int kSumParts = 5, kSumWords = kSumParts + 1, kSumBits = 48;
 // Word 5 holds three counts.
 constexpr uint64_t kOneNaN = 1, kOnePositive = uint64_t(1) << 21, kOneNegative = uint64_t(1) << 42;
 
-// Adds to the sum `value`, 0 or 1, of a channel.
+// Adds to sum `value`, 0 or 1, of a channel.
 __device__ inline void add_exact(const Accumulators& sums, int channel, int value, double added) {
   constexpr double kUnits[] = {0x1p-96, 0x1p-48, 1, 0x1p48, 0x1p96};
   constexpr double kUnitsInOne[] = {0x1p96, 0x1p48, 1, 0x1p-48, 0x1p-96};
@@ -45,13 +45,13 @@ __device__ inline void carry(int64_t (&parts)[kSumParts]) {
   }
 }
 
-// Converts an integer from 0 to 2^52 - 1: it becomes the fraction of a number from 2^52 on. The
-// instruction for all integers is slow.
+// Converts an integer from 0 to 2^52 - 1, by way of the fraction of a number from 2^52 on. The
+// instruction that converts any integer is slow.
 __device__ inline double small_to_double(int64_t value) {
   return __longlong_as_double(0x4330000000000000ll | value) - 0x1p52;
 }
 
-// The words of a sum, which a thread can load, and start copies, before it needs their value.
+// The words of a sum. A thread can load them, and start copies, before it needs their value.
 struct ExactSum {
   int64_t parts[kSumParts];
   uint64_t counts;

@@ -13,17 +13,17 @@
 namespace preact_kernels::cuda {
 
 constexpr int kStatisticsSteps = 4;   // pixels of a tile
-constexpr int kStatisticsBlocks = 2;  // a multiprocessor
+constexpr int kStatisticsBlocks = 2;  // per multiprocessor
 
 // A block has few channels: the last block adds few partial sums.
 inline Grid grid_of_statistics(const Activation& size, int width) {
   return grid_for(size, width, kStatisticsSteps, 8, kStatisticsBlocks);
 }
 
-// Where the statistics of a kernel go, and the memory that its blocks share.
+// The statistics that a kernel writes, and the memory that its blocks share.
 struct StatisticsMemory {
   GridSums sums;
-  float* mean;  // [channels]; null where no statistics are wanted
+  float* mean;  // [channels]; null if statistics are not wanted
   float* var;   // [channels], biased
 };
 
@@ -51,8 +51,8 @@ struct GridStatistics {
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      // The last bits of the pivot are zero beside those of the samples: differences from it are
-      // exact, or are not all rounded in one direction. Large samples leave it all bits: squares of
+      // Clears the last bits of the pivot relative to the samples: differences from it are exact,
+      // or are not all rounded in one direction. For large samples it keeps all bits: squares of
       // differences might not be finite.
       const float grid = largest[i] < 0x1p40f ? 256 * largest[i] : 0.0f;
       const float rounded = (total[i] * (1.0f / kSamples) + grid) - grid;

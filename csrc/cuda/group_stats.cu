@@ -12,7 +12,7 @@ struct GroupStatsParams {
   ImageRows images;
   const T* x;
   int groups, group_channels;
-  int lanes;        // threads of a group in the last block; a power of two
+  int lanes;        // threads that merge a group; a power of two
   GridSums memory;  // of each image [2 * blocks + 2][channels]: sums, means, variances
   float* mean;      // [images, channels]
   float* var;       // [images, channels]
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
 
 using namespace cuda;
 
-// A block owns some channels and every so many tiles of pixels of an image.
+// A block owns some channels of one image, in a grid-stride loop over its tiles of pixels.
 void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
                         const Statistics& of_x) {
   const OnDeviceOf on(x);

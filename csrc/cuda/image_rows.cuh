@@ -15,9 +15,9 @@ struct ImageRows {
   int64_t first;   // image of the batch
 
   __device__ int64_t image() const { return first + blockIdx.z; }
-  // The first element of the image.
+  // Index of the image's first element.
   __device__ int64_t begin() const { return image() * (rows.pixels * rows.channels); }
-  // The image's part: `lines` of partials [channels], and counters.
+  // The image's part of the memory: `lines` of partials [channels], and counters.
   __device__ GridSums part_of(const GridSums& memory, unsigned lines, unsigned counters) const {
     return {memory.partials + image() * lines * rows.channels, memory.counter + image() * counters};
   }
@@ -39,7 +39,7 @@ struct ImageGrid {
   }
 };
 
-// The blocks that an image takes alone (`grid_for`). Without rows all pixels are one image.
+// The grid that an image would have alone (`grid_for`).
 inline ImageGrid whole_images(const Activation& size, bool has_rows, int width, int steps,
                               int most_columns, int blocks_per_multiprocessor) {
   const Activation image{has_rows ? 1 : size.images, size.channels, size.height, size.width};
@@ -71,7 +71,7 @@ inline ImageGrid grid_for_image_sums(const Activation& size, bool has_rows, int 
   return grid;
 }
 
-// From a row of each table of a norm to the next: 0 where all images share one.
+// The distance between rows in each table of a norm; 0 if all images share one row.
 struct RowStrides {
   int mean, var, weight, bias;
 };

@@ -15,9 +15,9 @@ struct NormActParams {
   T* y;
 };
 
-constexpr int kNormActSteps = 4, kNormActBlocks = 3;  // pixels at a time, blocks a multiprocessor
+constexpr int kNormActSteps = 4, kNormActBlocks = 3;  // pixels at a time, blocks per multiprocessor
 
-// y = relu(p), p rounded to T first.
+// y = relu(p), with p rounded to T.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kNormActBlocks)
     norm_act_forward_kernel(NormActParams<T> p) {
@@ -45,14 +45,14 @@ struct NormActMaskParams {
   const T* dy;
   const T* x;
   NormPointers norm;
-  T* g;  // not used where g is not stored
+  T* g;  // not used without kStore
   GridSums memory;
   float* sums;  // [2, channels]: sum(g), sum(g * xhat)
 };
 
 constexpr int kMaskSteps = 3, kMaskBlocks = 2;  // limited by registers
 
-// g = dy * [p > 0], stored with kStore, and its sums.
+// g = dy * [p > 0], stored if kStore, and its sums.
 template <class T, int kWidth, bool kStore>
 __global__ void __launch_bounds__(kThreads, kMaskBlocks)
     norm_act_backward_mask_kernel(NormActMaskParams<T> p) {
@@ -103,13 +103,13 @@ template <class T>
 struct NormInputGradientParams {
   PixelRows rows;
   const T* g;
-  AffineStepPointers step;  // skip with kHasSkip, the norm's bias with kMask
+  AffineStepPointers step;  // has a skip if kHasSkip, and the norm's bias if kMask
   T* dx;
 };
 
 constexpr int kInputGradientSteps = 4, kInputGradientBlocks = 2;
 
-// dx = [skip +] A*g + B*(x - mean) + C; with kMask, g is first masked by [p > 0].
+// dx = [skip +] A*g + B*(x - mean) + C; if kMask, g is first masked by [p > 0].
 template <class T, int kWidth, bool kMask, bool kHasSkip>
 __global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
     norm_input_gradient_kernel(NormInputGradientParams<T> p) {
@@ -160,7 +160,7 @@ bool is_relu_without_rows(const Norm& norm) {
 
 }  // namespace
 
-// In each launch a block owns some channels and every gridDim.x-th tile of pixels.
+// In each launch a block owns some channels, in a grid-stride loop over tiles of pixels.
 
 void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
                              const Tensor& y) {

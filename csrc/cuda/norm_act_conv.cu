@@ -119,7 +119,7 @@ void check_conv_is_served(const char* name, const ConvSizes& conv, const ConvDty
 }
 
 // Whether the kernels serve this weight on its device, for stride 1, one group and padding of half
-// the kernel; with a float32 stream, mixed with float32 x or float32 y.
+// the kernel; if `float32_stream`, mixed with float32 x, and with float32 y.
 bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   check_dtype("conv_weight", conv_weight);
   if (conv_weight.dim() != 4) return false;
@@ -201,8 +201,8 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given,
   if (wanted.g) {
     BackwardTask task{params.tensors, true, wanted.weight};
     BackwardPlan plan = plan_norm_act_conv_backward(conv, unit.dtypes, task);
-    // A separate kernel for the weight gradient reads x and dy again. It is cheaper where partial
-    // weight gradients, written and read, are more bytes.
+    // A separate kernel for the weight gradient reads x and dy again. It is cheaper if writing and
+    // reading partial weight gradients would take more bytes.
     const int64_t dy_bytes =
         stores_dy || !step ? y_bytes : g_bytes + (params.tensors - 1) * y_bytes;
     const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;

@@ -7,13 +7,13 @@
 
 namespace preact_kernels::cuda {
 
-// A block owns every gridDim.x-th tile of pixels with all channels, in phases:
-//   dy = [skip +] A*g + B*(x - mean) + C, stored where it is wanted, and a = relu(p)
+// A persistent block owns every gridDim.x-th tile of pixels with all channels, in phases:
+//   dy = [skip +] A*g + B*(x - mean) + C, stored if it is wanted, and a = relu(p)
 //   da[p][c] = the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap]
 //   dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] * a[p][c]
 //   g = [p > 0] * da, sum(g) and sum(g * xhat)
-// g and its sums are computed if kInput, dweight of the block's tiles if GROUPS > 0. IN and OUT are
-// the channels, or 0: not constant.
+// It computes g and its sums if kInput, and dweight of its tiles if GROUPS > 0. IN and OUT are the
+// channels, or 0 if they are not constant.
 template <class Types, int C, int GROUPS, bool kInput, int IN, int OUT>
 __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
   using T = typename Types::T;
@@ -49,7 +49,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
                                             shared.dy_parts);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
-  // Without the thread's channel: pointers to it would take registers.
+  // To the first channel: pointers to the thread's own channel would take registers.
   const X* x = static_cast<const X*>(conv.x);
   T* g = static_cast<T*>(conv.g);
   const bool has_step = conv.step.x != nullptr;
@@ -61,7 +61,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
   WeightGradient<T, C, kWeight ? GROUPS : 1> dweight(out_channels, channels);
   float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 
-  // The x of two tiles alternate.
+  // The x of consecutive tiles alternate between two places.
   const auto x_ahead_of = [&](int turn) {
     return typename Shared::XAhead(memory + shared.x_ahead, turn % 2 * Shared::kXParts,
                                    2 * Shared::kXParts);

@@ -37,9 +37,9 @@ template <int C>
 constexpr int kForwardBlocks = C == 64 ? 1 : 2;
 
 // y[p][k] = the sum over taps and c of relu(p)[p at tap][c] * weight[k][c][tap] [+ residual[p][k]].
-// A block owns every gridDim.x-th tile of pixels with all channels. The weight stays in shared
-// memory. While a tile is multiplied, the x of the next tile is copied, and its own residual.
-// IN and OUT are the channels, or 0: not constant.
+// A persistent block owns every gridDim.x-th tile of pixels with all channels. The weight stays in
+// shared memory. While a tile is multiplied, the x of the next tile and its own residual are
+// copied. IN and OUT are the channels, or 0 if they are not constant.
 template <class Types, int C, int IN = C, int OUT = C>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
     norm_act_conv_forward_kernel(const __grid_constant__ NormActConvForward conv) {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
   Y* y = static_cast<Y*>(conv.y) + out.channel;
   ThreadStatistics<kWidth> statistics;
 
-  // Each starts a group of copies, which may be empty.
+  // Both start a group of copies, which may be empty.
   const auto copy_x = [&](int index) {
     const Tile<C> tile(conv.grid, index);
     if (index < conv.grid.tiles) {

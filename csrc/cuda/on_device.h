@@ -1,4 +1,4 @@
-// What launches share: the device and stream of a tensor, types, pointers, memory of a grid.
+// Shared by all launchers: device and stream of a tensor, types, pointers, memory of a grid.
 #pragma once
 
 #include "../host/launch.h"
@@ -60,7 +60,7 @@ inline AffineStepPointers pointers(const AffineStep& step) {
           step.accumulated};
 }
 
-// Bytes that torch's caching allocator reuses in the order of the stream.
+// Bytes from torch's caching allocator, which reuses them in the order of the stream.
 inline Tensor empty_bytes(const Tensor& like, int64_t count) {
   return new_tensor(like, {count}, ScalarType::Byte);
 }
@@ -72,7 +72,7 @@ struct OwnedGridSums {
 
   OwnedGridSums(const Tensor& like, dim3 blocks, int64_t channels, cudaStream_t stream)
       : OwnedGridSums(like, 1, 2 * int64_t(blocks.x), blocks.y, channels, stream) {}
-  // Partials [images, lines, channels], and counters of each image.
+  // Partials [images, lines, channels], and `counters` counters of each image.
   OwnedGridSums(const Tensor& like, int64_t images, int64_t lines, int64_t counters,
                 int64_t channels, cudaStream_t stream)
       : OwnedGridSums(like, images * lines * channels * int64_t(sizeof(double)),

@@ -169,7 +169,7 @@ inline Grid grid_for(const Activation& size, int width, int steps, int most_colu
           dim3(static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y))};
 }
 
-// Whether accesses may be of kWidth numbers, by default 16 bytes: the channels are a multiple, and
+// Whether accesses may have kWidth numbers, by default 16 bytes: the channels are a multiple, and
 // memory is aligned or null.
 template <class T, int kWidth = kFullWidth<T>, class... Pointers>
 bool fills_vectors(int64_t channels, const Pointers*... pointers) {

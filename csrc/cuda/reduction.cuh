@@ -26,7 +26,7 @@ __device__ inline bool is_last_of(unsigned blocks, unsigned* counter) {
   return true;
 }
 
-// The same for the blocks of a column of the grid.
+// `is_last_of` for the blocks of a column of the grid.
 __device__ inline bool is_last_block(unsigned* counter) {
   return is_last_of(gridDim.x, counter + blockIdx.y);
 }

@@ -1,6 +1,7 @@
 // A run of bottlenecks in one launch, backward: the gradients of the inputs of all units.
 //
-// Those of the weights are computed later, from the gradients of the outputs, which are stored.
+// The gradients of the weights are computed later, from the gradients of the outputs, which are
+// stored.
 #pragma once
 
 #include "resident_image.cuh"
@@ -11,7 +12,7 @@ struct ResidentBackwardUnit {
   const float *mean, *var, *bn_weight, *bn_bias;
   const void* weight;  // transposed, [C][taps][K]
   const void* input;
-  void* dy;           // where the gradient of its output is stored; null for that of the run
+  void* dy;           // memory for the gradient of the unit's output; null for the last unit
   Accumulators sums;  // of g and of g * xhat
   float eps;
 };
@@ -19,9 +20,9 @@ struct ResidentBackwardUnit {
 constexpr int kMostBackwardBlocks = 16;
 
 struct ResidentBackward {
-  const void* dy;     // of the last block's output
-  void* g;            // of the first unit; null where dx is wanted
-  void* dx;           // of the first block's input
+  const void* dy;     // gradient of the last block's output
+  void* g;            // of the first unit; null if dx is wanted
+  void* dx;           // gradient of the first block's input
   unsigned* arrived;  // zero
   float inv_count;    // 1 / pixels of the batch
   int blocks;
@@ -43,9 +44,9 @@ struct BackwardImage : ResidentImage<T, C> {
   using Base::kGroups, Base::kPairs, Base::kTiles, Base::kWide;
   using Base::parts, Base::x, Base::z;
 
-  Narrow h, g;  // the input of a unit of narrow channels, and the gradient behind its activation
+  Narrow h, g;  // the input of a unit of narrow channels, and its g
 
-  // Pairs of the stream that a lane treats at a time: with more, 512 threads spill.
+  // Pairs of the stream that a lane processes at a time: with more, 512 threads spill.
   static constexpr int kColumns = C == 16 ? 2 : 4;
   struct Pairs {
     uint32_t of[kColumns];
@@ -73,7 +74,7 @@ struct BackwardImage : ResidentImage<T, C> {
     return reinterpret_cast<uint4*>(this->memory + Shared::kParked) +
            ((2 * r + half) * kGroups + b) * Shape::kThreads + untraced(threadIdx.x);
   }
-  // Moves the stream to shared memory, of which a thread reads only what it wrote.
+  // Parks the stream in shared memory. A thread later reads only what it wrote.
   __device__ void park_stream() const {
     Base::for_rows([&](int r, int half) {
 #pragma unroll
@@ -81,7 +82,7 @@ struct BackwardImage : ResidentImage<T, C> {
     });
   }
 
-  // [p > 0] * two values of da, and adds to the sums of their channels, c and c + 1.
+  // Returns [p > 0] * two values of da, and adds them to the sums of their channels, c and c + 1.
   template <int CHANNELS, int OF>
   static __device__ uint32_t masked(float low, float high, uint32_t input,
                                     const Coefficients<OF>& norm, WarpSums<CHANNELS>& sums, int c) {
@@ -111,7 +112,7 @@ struct BackwardImage : ResidentImage<T, C> {
     }
   }
 
-  // g, from products and h. Leaves the sums in `parts`.
+  // g = [p > 0] * da, with p from h. Leaves its sums in `parts`.
   template <int UNIT>
   __device__ void mask(const typename Base::Sums& da) {
     const Place place;
@@ -127,7 +128,7 @@ struct BackwardImage : ResidentImage<T, C> {
     }
     store_part(sums, parts() + place.warp * C + place.t * C / 4);
   }
-  // z, the gradient of the unit's input, from g and h.
+  // z = the gradient of the unit's input, from g and h.
   template <int UNIT>
   __device__ void apply() {
     const Place place;
@@ -141,7 +142,7 @@ struct BackwardImage : ResidentImage<T, C> {
     }
   }
 
-  // As `mask`, for the first unit, whose input is wide. g takes the place of the stream.
+  // `mask` for the first unit, whose input is wide. g replaces the stream.
   __device__ void mask_stream(const void* input) {
     const Place place;
     const T* own = static_cast<const T*>(input) + place.wide();
@@ -173,7 +174,8 @@ struct BackwardImage : ResidentImage<T, C> {
       store_part(sums, parts() + place.warp * kWide + channel + 8 * place.t);
     }
   }
-  // The gradient of the first unit's input and of the shortcut, which is parked, is the stream.
+  // The stream becomes the gradient of the block's input: of the first unit's input, plus the
+  // parked gradient of the shortcut.
   __device__ void apply_to_stream(const void* input) {
     this->untrace_stream();
     const Place place;
@@ -196,7 +198,7 @@ struct BackwardImage : ResidentImage<T, C> {
     }
   }
 
-  // Asks for an image of a tensor, of so many channels, which is read soon.
+  // Prefetches this block's image of a tensor with CHANNELS channels.
   template <int CHANNELS>
   static __device__ void prefetch(const void* tensor) {
     constexpr int kBytes = Shape::kPixels * CHANNELS * int(sizeof(T)), kLine = 128;

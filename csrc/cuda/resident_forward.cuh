@@ -15,10 +15,10 @@ struct ResidentForwardUnit {
 constexpr int kMostForwardBlocks = 256;
 
 struct ResidentForward {
-  const void* x;            // [images, 4C, kSide, kSide], dense in NHWC order
-  void* y;                  // likewise
+  const void* x;  // [images, 4C, kSide, kSide], dense in NHWC order, as y
+  void* y;
   const float *mean, *var;  // of x
-  Accumulators sums;        // of the outputs of all units, in order
+  Accumulators sums;        // of values and squares of the outputs of all units, in order
   unsigned* arrived;        // zero
   Count pixels;             // of the batch
   int blocks;
@@ -50,7 +50,7 @@ struct ForwardImage : ResidentImage<T, C> {
     }
   }
 
-  // Rounds products to z, and leaves their statistics in `parts`.
+  // z = the products, rounded. Leaves the statistics of z in `parts`.
   __device__ void round(const typename Base::Sums& sums) {
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
@@ -69,7 +69,7 @@ struct ForwardImage : ResidentImage<T, C> {
     const Place place;
     store_part(of_warp, parts() + place.warp * C + place.t * C / 4);
   }
-  // z becomes its activation.
+  // z = the activation of z.
   template <int UNIT>
   __device__ void activate() {
     const float* own = this->template norm<UNIT>() + Place().t * C / 4;
@@ -115,7 +115,6 @@ struct ForwardImage : ResidentImage<T, C> {
   }
 };
 
-// The forward's grid.
 template <class T, int C>
 struct ForwardGrid : ResidentGrid<T, C> {
   using Shape = ResidentShape<C>;

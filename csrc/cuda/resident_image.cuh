@@ -1,14 +1,14 @@
 // Bottlenecks of a stage in one launch: what the forward and the backward have in common.
 //
-// A block of threads has an image, and keeps the residual stream, or its gradient, in registers
+// A block of threads owns an image, and keeps the residual stream, or its gradient, in registers
 // from one bottleneck to the next. All blocks are resident: after every convolution they wait for
-// each other, as a batch norm needs sums over the whole batch. A block adds its own to exact sums
-// before it waits; while it waits, it copies the next weight.
+// each other, as a batch norm needs sums over the whole batch. Before it waits, a block adds its
+// sums to exact sums; while it waits, it copies the next weight.
 //
-// A warp has kTiles tiles of 16 pixels with all channels. A product (mma.m16n8k16) leaves columns
+// A warp owns kTiles tiles of 16 pixels with all channels. A product (mma.m16n8k16) leaves columns
 // 2t and 2t + 1 of rows g and g + 8 to lane 4g + t. Column n of a weight is not output channel n:
-// `column_of` orders them so that a lane has consecutive channels. Its results are then operands of
-// the next product as they are, and it loads and stores 8 or 16 bytes at a time.
+// `column_of` orders the columns so that a lane has consecutive channels. The results are then
+// operands of the next product as they are, and a lane loads and stores 8 or 16 bytes at a time.
 #pragma once
 
 #include "batch_norm.cuh"
@@ -17,14 +17,15 @@ namespace preact_kernels::cuda {
 
 constexpr int kUnits = 3;  // 1x1 from 4C to C channels, 3x3, and 1x1 from C to 4C channels
 
-// C is the inner channels, and decides the size of the images: that of CIFAR's stages.
+// C is the number of inner channels. It determines the size of the images, as in a ResNet for
+// CIFAR.
 template <int C>
 struct ResidentShape {
   static constexpr int kSide = 512 / C, kPixels = kSide * kSide, kWide = 4 * C;
   static constexpr int kTiles = 64 / C;  // of a warp
   static constexpr int kWarps = kPixels / (16 * kTiles), kThreads = 32 * kWarps;
   static constexpr int kHaloSide = kSide + 2;
-  // Pixels from a tile of a warp to the next: tiles are above each other where a row has several.
+  // Pixels from one tile of a warp to the next: tiles are above each other if a row has several.
   static constexpr int kTilesOfRow = kSide > 16 ? kSide / 16 : 1;
   static constexpr int kTileStep = 16 * kTilesOfRow;
 
@@ -41,8 +42,8 @@ struct ResidentShape {
   }
 };
 
-// Offsets in shared memory, in bytes. Pitches of rows, in values, spread them over banks.
-// The backward multiplies by the transposed weights: in the place of the first is that of unit 2.
+// Offsets in shared memory, in bytes. The pitches of rows, in values, spread them over banks. The
+// backward multiplies by transposed weights: the first place holds the weight of unit 2.
 template <class T, int C>
 struct ResidentShared {
   using Shape = ResidentShape<C>;
@@ -78,8 +79,8 @@ __device__ inline int column_of(int k) {
   return k / kGroup * kGroup + k % kQuarter / 2 * 8 + k % kGroup / kQuarter * 2 + k % 2;
 }
 
-// Starts to copy a weight to the first, second or third place, in a group of its own, which is
-// empty if the weight is null.
+// Starts to copy a weight to the first, second or third place, in a group of copies that is empty
+// if the weight is null.
 template <int PLACE, class T, int C>
 __device__ void copy_weight(const void* weight, T* shared) {
   using Shared = ResidentShared<T, C>;
@@ -126,8 +127,8 @@ struct WarpSums {
     }
   }
 
-  // Adds up the lanes that have the same channels. Each is left with kLeft channels, from
-  // `first_left` on; lanes without `is_owner` have the same as others.
+  // Adds the lanes that have the same channels. A lane then has kLeft channels, from `first_left`
+  // on; lanes without `is_owner` duplicate others.
   static constexpr int kLeft = CHANNELS >= 8 ? CHANNELS / 8 : 1;
   __device__ void add_lanes() {
     add_lanes<16, CHANNELS>();
@@ -144,7 +145,7 @@ struct WarpSums {
   static __device__ bool is_owner() { return CHANNELS >= 8 || (threadIdx.x & 4) == 0; }
 
  private:
-  // Adds the sums of the lane that differs in a bit. Of COUNT channels each keeps one half.
+  // Exchanges sums with the lane that differs in one bit. Each keeps half of COUNT channels.
   template <int BIT, int COUNT>
   __device__ void add_lanes() {
     constexpr int kHalf = COUNT / 2;
@@ -170,7 +171,7 @@ struct WarpSums {
   }
 };
 
-// relu(p) of two neighbouring values of x, rounded. The coefficients are those of a Normalisation.
+// relu(p) of two neighbouring values of x, rounded, with the coefficients of a Normalisation.
 template <class T>
 __device__ inline uint32_t activation_of(uint32_t x, const float* mean, const float* scale,
                                          const float* bias) {
@@ -183,7 +184,7 @@ struct TwoSums {
   double first, second;
 };
 
-// How the blocks of a grid wait for each other.
+// Lets the blocks of a grid wait for each other.
 template <class T, int C>
 struct ResidentGrid {
   static constexpr int kThreads = ResidentShape<C>::kThreads;
@@ -191,7 +192,7 @@ struct ResidentGrid {
   unsigned* arrived;
   unsigned expected;  // arrivals before a block goes on
 
-  // Adds two numbers for each channel to sums, merge(c), once all threads have called this.
+  // Adds merge(c), two numbers for each channel, to `sums`, once all threads have called this.
   template <int CHANNELS, class Merge>
   __device__ void arrive(const Accumulators& sums, const Merge& merge) {
     __syncthreads();
@@ -230,8 +231,8 @@ struct ResidentGrid {
   }
 };
 
-// Where a thread's pixels and channels are. Made anew where it is used: the registers that it takes
-// are free in between.
+// The pixels and channels of a thread. Made anew at each use, so that its registers are free in
+// between.
 template <class T, int C>
 struct ResidentPlace {
   using Shape = ResidentShape<C>;
@@ -242,7 +243,8 @@ struct ResidentPlace {
     const int thread = untraced(threadIdx.x);
     warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   }
-  // Its first channels at row g of its first tile, in a tensor, of wide and of narrow channels.
+  // Offset in a tensor, of wide or of narrow channels, of the thread's first channels at row g of
+  // its first tile.
   __device__ int wide() const { return pixel() * Shape::kWide + 8 * t; }
   __device__ int narrow() const { return pixel() * C + t * C / 4; }
 
@@ -289,14 +291,14 @@ struct ResidentImage {
     }
   }
 
-  // Once, before z is stored in it: the halo stays zero.
+  // Clears the image once, before z is stored in it: its halo stays zero.
   __device__ void clear_image() const {
     for (int i = threadIdx.x; i < Shared::kImageBytes / 16; i += Shape::kThreads) {
       reinterpret_cast<uint4*>(image())[i] = make_uint4(0, 0, 0, 0);
     }
   }
 
-  // Lets no later use of the stream share what an earlier one has unpacked of it.
+  // Keeps later uses of the stream from sharing what an earlier use has unpacked of it.
   __device__ void untrace_stream() {
     for_rows([&](int r, int h) {
 #pragma unroll
@@ -311,7 +313,7 @@ struct ResidentImage {
     x[r][4 * b][h] = v.x, x[r][4 * b + 1][h] = v.y;
     x[r][4 * b + 2][h] = v.z, x[r][4 * b + 3][h] = v.w;
   }
-  // Its place in a tensor, from `Place::wide` on.
+  // Offset of these values in a tensor, from `Place::wide` on.
   static constexpr __device__ int offset(int r, int h, int b) {
     return Shape::step(r, h) * kWide + 32 * b;
   }
@@ -451,7 +453,8 @@ struct ResidentImage {
     }
   }
 
-  // The eight columns of the weight to the stream from 8 * q on, for `multiply_narrow`.
+  // Loads eight columns, from 8 * q on, of the weight whose output is the stream, for
+  // `multiply_narrow`.
   __device__ void load_columns(uint32_t (&w)[kPairs], const Place& place, int q) const {
     load_narrow(w, weight2() + (8 * q + place.g) * Shared::kPitch2 + place.t * C / 4);
   }

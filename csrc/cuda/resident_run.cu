@@ -36,7 +36,7 @@ ResidentPlan plan_resident_run(int64_t channels, ScalarType dtype) {
 }
 
 // Why the kernels do not run these bottlenecks on `x`, or backward on a gradient `x` of their
-// output; else empty. `name` is that of the argument x.
+// output; empty if they do. `name` is the argument's.
 std::string refusal(const char* name, const Tensor& x, const std::vector<Tensor>& conv_weights,
                     int64_t units_per_block, ScalarType dtype, bool is_backward) {
   const Activation size = check_activation(name, x);
@@ -111,7 +111,7 @@ bool resident_run_is_served(const Tensor& x, const std::vector<Tensor>& conv_wei
   return refusal("x", x, conv_weights, units_per_block, dtype, is_backward).empty();
 }
 
-// As block_run_forward, whose statistics of the units must be wanted, in one launch.
+// block_run_forward in one launch, for runs that compute the statistics of their units.
 std::vector<Tensor> resident_run_forward(const Tensor& x, PK_RUN_PARAMETERS, bool with_stats,
                                          const std::vector<int64_t>& kept_blocks,
                                          bool keep_unit_inputs) {
@@ -175,9 +175,9 @@ std::vector<Tensor> resident_run_forward(const Tensor& x, PK_RUN_PARAMETERS, boo
   return found;
 }
 
-// As block_run_backward, of a run whose inputs are all kept and whose norms used their batch. A
-// launch computes the gradients of the inputs for as many blocks as kMostBytes allows; what the
-// gradients of weights need is kept until then.
+// block_run_backward for runs that keep all inputs and use batch statistics. A launch computes the
+// gradients of the inputs of as many blocks as kMostBytes allows, and keeps until then what the
+// gradients of weights need.
 std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMETERS,
                                           const std::vector<Tensor>& inputs,
                                           const std::vector<int64_t>& kept_blocks, double inv_count,
@@ -215,7 +215,7 @@ std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMET
 
   const OnDeviceOf on(g);
   Workspace& workspace = *results.workspace;
-  Tensor dy;  // of the output of the last block that is left
+  Tensor dy;  // gradient of the output of the last remaining block
   if (gradient.step.has_value()) {
     dy = empty_nhwc(g, of.wide);
     launch_norm_input_gradient(of.wide, gradient, false, dy);

@@ -15,7 +15,7 @@ struct ResidualAddParams {
   StatisticsMemory statistics;  // of y as stored
 };
 
-// y = x + branch; with kStats the mean and variance of y.
+// y = x + branch, and if kStats its mean and variance.
 template <class T, int kWidth, bool kStats>
 __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
     residual_add_forward_kernel(ResidualAddParams<T> p) {
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
 
 using namespace cuda;
 
-// A block owns some channels and every gridDim.x-th tile of pixels.
+// A block owns some channels, in a grid-stride loop over tiles of pixels.
 void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
                                  const Output& output) {
   const Statistics& of_y = output.statistics;

@@ -1,4 +1,4 @@
-// The products of the backward for the weight:
+// The products of the weight gradient:
 // dweight[k][c][tap] = the sum over pixels p of dy[p at the opposite tap][k] * relu(p)[p][c].
 #pragma once
 

@@ -1,4 +1,4 @@
-// The weight gradients of the blocks of a grid, added up in a fixed order by a later kernel.
+// The partial weight gradients of the blocks of a grid, which a later kernel adds in a fixed order.
 #pragma once
 
 #include "pixel_rows.cuh"
@@ -19,8 +19,8 @@ struct WeightGradientPartials {
 constexpr int kPartialsBytes =
     kThreads * 4 * sizeof(double);  // of shared memory that `add_up` uses
 
-// Threads of a block side by side in a row of sums of `width` columns, four columns each: for about
-// 32 blocks, each with 32 bytes or more of a row.
+// Adjacent threads of a block in a row of sums of `width` columns, four columns each: for about 32
+// blocks, each with 32 bytes or more of a row.
 __host__ __device__ inline int lanes_of_sums(int width) {
   const int lanes = width / 4 / 32;
   return lanes < 2 ? 2 : lanes < kThreads ? lanes : kThreads;

@@ -6,7 +6,7 @@
 namespace preact_kernels {
 namespace cuda {
 
-// A weight [K, C, R, S] of any strides, to be stored as [K][taps][C].
+// A weight [K, C, R, S] of any strides.
 struct UnpackedWeight {
   const void* from;
   void* to;
@@ -24,7 +24,7 @@ struct PackWeightsParams {
 static_assert(sizeof(PackWeightsParams<kMostPacked>) <= 32764,
               "more parameters than a kernel may have");
 
-// A row of the grid owns one weight.
+// Packs weights [K, C, R, S] as [K][taps][C]. A row of the grid owns one weight.
 template <class T, int kCount>
 __global__ void __launch_bounds__(kThreads)
     pack_weights_kernel(const __grid_constant__ PackWeightsParams<kCount> p) {
@@ -47,7 +47,7 @@ struct FinishStatisticsParams {
   Count pixels;
 };
 
-// A thread owns a channel.
+// Computes mean and var from sums. A thread owns a channel.
 __global__ void __launch_bounds__(kThreads) finish_statistics_kernel(FinishStatisticsParams p) {
   const int c = blockIdx.x * kThreads + threadIdx.x;
   if (c >= p.channels) return;
@@ -63,7 +63,8 @@ struct FinishGradientsParams {
   WeightGradientPartials partials[kMostWeightGradients];
 };
 
-// A row of the grid owns one weight gradient; the first row also the sums, one per thread.
+// Rounds sums, and adds up partial weight gradients. A row of the grid owns one weight gradient;
+// the first row also the sums, one per thread.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     finish_gradients_kernel(const __grid_constant__ FinishGradientsParams p) {

@@ -1,4 +1,4 @@
-// What the launches of one native call share.
+// The workspace of a native call (host/workspace.h).
 #pragma once
 
 #include <vector>
@@ -9,20 +9,20 @@
 
 namespace preact_kernels {
 
-// A weight gradient that is computed later, together with others.
+// A weight gradient that is computed later, with others.
 struct PostponedWeightGradient {
   ConvSizes conv;
   ConvDtypes dtypes;
   cuda::NormActConvBackward params;  // without partials
-  std::vector<Tensor> owners;        // of the memory that they point to
-  int64_t bytes;                     // of owners that only this keeps alive
+  std::vector<Tensor> owners;        // of the memory that `params` points to
+  int64_t bytes;                     // of the owners that nothing else keeps alive
   Tensor conv_weight;                // the gradient
 };
 
 struct Workspace {
   ScalarType dtype;                  // of the convolutions' operands
   std::vector<const void*> weights;  // of each unit, [K][taps][C] in that dtype
-  std::vector<Tensor> owners;        // of that memory and of the sums
+  std::vector<Tensor> owners;        // of packed weights and of sums
   Accumulators sums;                 // of all units
   // Whether the last launch on the stream is a kernel of this call that calls
   // `wait_for_predecessors`: weights were packed and sums zeroed before it began.
@@ -34,8 +34,8 @@ struct Workspace {
   int64_t postponed_bytes = 0;
 };
 
-// The most bytes kept of partial sums, and of what postponed weight gradients read. The latter's
-// partial sums are added up at once.
+// The most bytes of partial sums, and of the inputs of postponed weight gradients, that are kept.
+// The partial sums of postponed weight gradients are added up at once.
 constexpr int64_t kMostBytes = 72 << 20;
 
 // Memory for the partial weight gradients of `blocks` blocks. Their sum goes to `conv_weight`.
@@ -46,7 +46,7 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks,
 void keep_partials(Workspace& workspace, const cuda::WeightGradientPartials& partials,
                    const Tensor& memory, cudaStream_t stream);
 
-// Launches the weight gradients that are postponed if `bytes` more would be too many.
+// Launches the postponed weight gradients if `bytes` more would be too many.
 void make_room(Workspace& workspace, int64_t bytes, cudaStream_t stream);
 
 // Keeps the inputs of a weight gradient until there are enough for a launch, or too many bytes.
