@@ -27,7 +27,7 @@ def digest(*parts: str) -> str:
 
 
 def torch_flags() -> tuple[list[str], list[str]]:
-    """To compile and to link against torch's stable ABI."""
+    """Returns the flags to compile, and to link, against torch's stable ABI."""
     from torch.utils import cpp_extension
 
     include = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
@@ -38,7 +38,7 @@ def torch_flags() -> tuple[list[str], list[str]]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Creates a folder and keeps it from other processes, such as tests that run side by side."""
+    """Creates a folder, and locks it against other processes, such as tests in parallel."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -70,7 +70,7 @@ def compile_objects(
 
 
 def link_library(folder: Path, name: str, objects: Sequence[Path], flags: Sequence[str]) -> Path:
-    """Links a shared library and deletes what earlier sources left in the folder.
+    """Links a shared library, and deletes other objects and libraries in the folder.
 
     Raises:
         RuntimeError: with the linker's messages.
@@ -85,13 +85,13 @@ def link_library(folder: Path, name: str, objects: Sequence[Path], flags: Sequen
 
 
 def find_file(name: str) -> str:
-    """The path of a file of the compiler's, such as a library."""
+    """Returns the path of a file of the compiler, such as a library."""
     return subprocess.check_output([*CXX, f"-print-file-name={name}"], text=True).strip()
 
 
 def preloaded(runtimes: Sequence[str]) -> dict[str, str]:
-    """The environment of a process that loads a library with the runtimes of sanitizers."""
-    # The C++ runtime beside them, or a sanitizer does not find what throws exceptions.
+    """Returns the environment of a process that loads a library with sanitizer runtimes."""
+    # With the C++ runtime, in which a sanitizer looks for the function that throws exceptions.
     return {"LD_PRELOAD": " ".join([*runtimes, find_file("libstdc++.so")])} if runtimes else {}
 
 

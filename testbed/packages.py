@@ -71,7 +71,7 @@ MONAI_AUTOENCODER = {
 
 
 def _built(module: str, name: str, options: dict) -> nn.Module:
-    torchvision_models()  # which they import
+    torchvision_models()  # both packages import it
     return getattr(importlib.import_module(module), name)(**options)
 
 
@@ -86,9 +86,9 @@ def monai(name: str, **options) -> nn.Module:
 
 
 class OneInput(nn.Module):
-    """A model as a function of its first input, which returns one tensor.
+    """A model with only its first input as an argument; returns one tensor.
 
-    Its other inputs are converted to the dtype of the first one, except for integers.
+    The other inputs are cast to the dtype of the first one, except for integers.
     """
 
     def __init__(self, model: nn.Module, others: Sequence[Tensor]) -> None:

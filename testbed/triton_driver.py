@@ -1,4 +1,4 @@
-"""Triton compiles for a GPU that this machine does not have."""
+"""Lets Triton compile for a GPU that this machine does not have."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Driver:
 
 @contextlib.contextmanager
 def active_driver(capability: int) -> Iterator[None]:
-    """Triton compiles for a GPU in the body."""
+    """Makes Triton compile for a GPU inside the context."""
     config = triton.runtime.driver
     before = config._active  # None: chosen at first use, which may fail without a GPU
     config.set_active(Driver(capability))

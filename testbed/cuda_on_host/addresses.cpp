@@ -1,11 +1,11 @@
-// Memory for tensors of a step whose kernels do not run: addresses, each given out once.
+// Addresses for the tensors of a step that runs no kernels; each address is used once.
 //
-// No page is used until something is written to it, so the tensors may be larger than the machine.
-// As no address is used twice, a pointer in the parameters of a launch tells which tensor it is.
+// A page takes no memory until it is written to, so tensors may be larger than the machine. As
+// addresses are unique, a pointer in the parameters of a launch identifies its tensor.
 //
-// An int, or a float below 2, may lie in front of padding that still holds the upper half of a
-// pointer. So that this is no address of a tensor, none of at most 3 GiB is in the first 1 GiB of
-// each 4 GiB.
+// Behind an int, or a float below 2, padding may still hold the upper half of a pointer. The 8
+// bytes must not look like the address of a tensor: tensors of at most 3 GiB avoid the first 1 GiB
+// of each 4 GiB.
 
 #undef TORCH_TARGET_VERSION  // allocators are not a part of torch's stable ABI
 #include <c10/core/Allocator.h>
@@ -19,7 +19,7 @@
 namespace {
 
 constexpr size_t kReservedBytes = size_t(1) << 42;
-constexpr size_t kAlignment = 512;  // as that of torch's allocator on a GPU
+constexpr size_t kAlignment = 512;  // as in torch's allocator on a GPU
 constexpr size_t kUnused = size_t(1) << 30, kPeriod = size_t(1) << 32;
 
 class Addresses final : public c10::Allocator {
@@ -50,7 +50,7 @@ class Addresses final : public c10::Allocator {
     default_copy_data(to, from, bytes);
   }
 
-  // Begin and end of the tensor that holds an address; whether there is one.
+  // Finds the tensor that holds an address, and returns whether there is one.
   bool find(const char* address, const char** begin, const char** end) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto found = bytes_of_.upper_bound(address);
@@ -74,7 +74,7 @@ Addresses& addresses() {
 
 }  // namespace
 
-// Whether new CPU tensors have addresses alone.
+// Chooses whether new CPU tensors get addresses without memory.
 extern "C" __attribute__((visibility("default"))) void cuda_on_host_reserve(bool reserves) {
   static c10::Allocator* const usual = c10::GetAllocator(c10::DeviceType::CPU);
   c10::SetAllocator(c10::DeviceType::CPU, reserves ? &addresses() : usual);

@@ -2,9 +2,9 @@
 
     python -m testbed.cuda_on_host.build
 
-`kernels` is the CUDA library as it is, for CPU tensors; `fragments` holds the wrappers of matrix
-instructions one by one, `planted` the kernels of the tests of the harness.
-Each also with `sanitize`, under AddressSanitizer.
+`kernels` is the unchanged CUDA library, for CPU tensors; `fragments` calls the wrappers of matrix
+instructions one by one; `planted` has the kernels for tests of the harness. `sanitize` adds
+AddressSanitizer to each.
 """
 
 import shutil
@@ -17,14 +17,14 @@ from testbed.host_compiler import CXX, ROOT
 
 HERE = Path(__file__).parent
 OUT = ROOT / "build" / "cuda_on_host"
-# No fused multiply-add where the source has none: the processor that compiles decides nothing.
+# No fused multiply-add unless the source has one: results do not depend on the processor.
 FLAGS = [
     "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
     "-Wall", "-Wno-unknown-pragmas", "-DPK_CUDA_ON_HOST", f"-I{HERE}", f"-I{ROOT / 'csrc'}",
 ]  # fmt: skip
-# Kernels are quick to compile, and check that accesses are aligned.
+# Kernels must compile fast, and check that accesses are aligned.
 OF_KERNELS = ["-Og", "-fsanitize=alignment"]
-# The harness is quick to run. The rest has no kernels.
+# The harness must run fast. The other sources have no kernels.
 OF_OTHERS = {
     **{name: ["-O2"] for name in ("grid", "instructions")},
     **{name: ["-O0"] for name in ("norm_act_conv", "torch_calls", "addresses")},
@@ -33,12 +33,12 @@ OF_OTHERS = {
 SANITIZE = ["-g1", "-fsanitize=address", "-fno-omit-frame-pointer"]
 
 LIBRARIES = ("fragments", "kernels", "planted")
-# Functions of torch that torch_calls.cpp stands before.
+# Functions of torch that torch_calls.cpp wraps.
 WRAPPED = ("torch_call_dispatcher", "aoti_torch_delete_tensor_object")
 
 
 def build(name: str, sanitize: bool = False) -> Path:
-    """One of `LIBRARIES` for the host, compiled where something changed.
+    """Builds one of `LIBRARIES` for the host if something changed, and returns its path.
 
     Raises:
         RuntimeError: with the compiler's messages.
@@ -67,7 +67,7 @@ def build(name: str, sanitize: bool = False) -> Path:
 
 
 def build_for_gpu(capability: tuple[int, int]) -> Path:
-    """`fragments` for a GPU, compiled where something changed.
+    """Builds `fragments` for a GPU if something changed, and returns its path.
 
     Raises:
         RuntimeError: with the compiler's messages.
@@ -87,7 +87,7 @@ def build_for_gpu(capability: tuple[int, int]) -> Path:
 
 
 def sanitizer_environment() -> dict[str, str]:
-    """What a process needs in its environment to load a library that was built to `sanitize`."""
+    """Returns the environment of a process that loads a sanitized library."""
     return {
         **host_compiler.preloaded([host_compiler.find_file("libasan.so")]),
         "ASAN_OPTIONS": "detect_leaks=0",

@@ -1,4 +1,5 @@
-// What `csrc/cuda/device.cuh` is on the host: CUDA's vocabulary, and the wrappers by definition.
+// Replaces the contents of `csrc/cuda/device.cuh` on the host: CUDA's vocabulary, and the wrappers
+// by definition.
 //
 // There is no `__shared__`: kernels take all their shared memory from `dynamic_shared()`, so that
 // its bounds are known here.
@@ -75,7 +76,7 @@ T __shfl_sync(unsigned mask, T value, int lane, PK_SITE) {
   return own.result;
 }
 
-// Where blocks meet: others may run before and after each of these.
+// Blocks communicate here: others may run before and after each of these.
 inline void __threadfence() { cuda_on_host::yield(); }
 template <class T>
 T atomicAdd(T* address, std::decay_t<T> value) {
@@ -198,7 +199,6 @@ void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
   launch(name, kernel, blocks, threads, shared_bytes, stream, params,
          is_dependent ? LaunchKind::kDependent : LaunchKind::kPlain);
 }
-// Zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) {
   cuda_on_host::launch(
       {"fill_zeros", 1, 1, 0, &memory, sizeof(memory), bytes, false, nullptr, 0, false},

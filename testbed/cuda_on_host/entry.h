@@ -5,7 +5,7 @@
 
 #include "cuda/device.cuh"
 
-// An entry point returns what was thrown, or an empty text.
+// An entry point returns the message of an exception, or an empty text.
 #define PK_ENTRY extern "C" __attribute__((visibility("default"))) const char*
 
 // Calls `launches`, and waits until all have run.

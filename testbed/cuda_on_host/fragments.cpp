@@ -1,5 +1,5 @@
-// The wrappers of csrc/cuda/device.cuh that compute, one by one, Divisor, and the exact sums of
-// csrc/cuda/exact_sums.cuh: for the host, and for a GPU.
+// Entry points for the wrappers of csrc/cuda/device.cuh that compute, for Divisor, and for the
+// exact sums of csrc/cuda/exact_sums.cuh; for the host and for a GPU.
 
 #include <type_traits>
 
@@ -14,7 +14,7 @@ using namespace preact_kernels::cuda;
 namespace {
 
 template <class T>
-constexpr int kDepth = 32 / sizeof(T);  // of one product
+constexpr int kDepth = 32 / sizeof(T);  // depth of one product
 
 struct ProductParams {
   const void *a, *b;
@@ -32,7 +32,7 @@ __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
   }
 }
 
-// d [16, 16] += a * b^T for a and b [16, kDepth], by one warp, as the convolutions do it: by way of
+// d [16, 16] += a * b^T for a and b [16, kDepth], by one warp, as the convolutions do: through
 // shared memory and ldmatrix. Operands of 16 bits may be stored [kDepth, 16].
 template <class T>
 __global__ void product_kernel(ProductParams p) {
@@ -80,8 +80,8 @@ struct ConversionParams {
   bool is_mask;
 };
 
-// out = in, rounded to T: for TF32 where T is float. Even blocks convert pairs, odd ones single
-// values. With `is_mask` pairs become 1 where that is not zero.
+// out = in, rounded to T, or to TF32 if T is float. Even blocks convert pairs, odd ones single
+// values. If `is_mask`, pairs become 1 where they are not zero.
 template <class T>
 __global__ void conversion_kernel(ConversionParams p) {
   const unsigned i = (blockIdx.x * 32 + threadIdx.x) * 2;
@@ -177,7 +177,7 @@ PK_ENTRY product(int type, const void* a, const void* b, float* d, bool a_by_row
   return run("product", kernel, 1, 32, 2 * 16 * 32, params);
 }
 
-// Of 64 values a block.
+// A block converts 64 values.
 PK_ENTRY conversion(int type, const float* in, float* out, unsigned blocks, bool is_mask) {
   const auto kernel = type == kBFloat16 ? conversion_kernel<BFloat16>
                       : type == kHalf   ? conversion_kernel<Half>

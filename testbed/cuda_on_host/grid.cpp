@@ -1,13 +1,13 @@
 // Runs a grid on the CPU: several blocks at once, the threads of a block as fibers.
 //
 // A thread runs until it waits for others (at a barrier, in a warp collective), reaches an atomic
-// operation, or returns. Which thread is next, and which block, a seeded generator draws. So a
-// kernel that lacks a barrier, or whose blocks meet without an atomic operation, has schedules in
-// which it shows. Shared memory is a heap block of the size that was launched with, new for each
-// block and full of NaN.
+// operation, or returns. A seeded generator draws the next thread and the next block, so a kernel
+// that lacks a barrier, or communicates between blocks without an atomic operation, fails with some
+// seeds. Shared memory is a new heap block for each block, of the size in the launch and full of
+// NaN.
 //
 // The first block of a dependent launch runs up to `wait_for_predecessors` before the launch ahead
-// begins: what a kernel reads before that call is what was there before.
+// begins: until that call a kernel reads old values.
 //
 // Errors, thrown by `Grid`: a barrier that some threads of the block do not reach, or reach at
 // another line; a warp collective that some lanes do not reach; threads of a dependent launch that
@@ -67,11 +67,11 @@ struct Copy {
 struct Thread {
   Fiber fiber;
   Position position{};
-  int vote = 0;             // what a barrier with a vote found
-  bool has_waited = false;  // for the launches ahead
+  int vote = 0;             // result of a barrier with a vote
+  bool has_waited = false;  // whether it has called wait_for_predecessors
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;
-  std::deque<std::array<unsigned char, 16>> read_early;  // what copies of these were to read
+  std::deque<std::array<unsigned char, 16>> read_early;  // values for copies that read too early
 };
 
 struct Warp {
@@ -81,7 +81,6 @@ struct Warp {
   Site site{};
 };
 
-// What a block does next.
 enum class State { kRuns, kWaits, kHasEnded };
 
 class Block {
@@ -100,8 +99,8 @@ class Block {
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
-  // Makes the next calls of `step` run the block of that index. Before `end_wait` it runs no
-  // further than to `wait_for_predecessors` if it is early.
+  // Makes the next calls of `step` run the block of that index. If `is_early`, it stops at
+  // `wait_for_predecessors` until `end_wait`.
   void start(dim3 block_index, const std::function<void()>& kernel, bool is_early) {
     kernel_ = &kernel;
     is_early_ = is_early;
@@ -133,7 +132,8 @@ class Block {
       }
       throw std::runtime_error(error_);
     }
-    // With every fourth seed one of the last to be ready runs: a warp goes far ahead of the others.
+    // With every fourth seed, one of the last ready threads runs: a warp goes far ahead of the
+    // others.
     const bool goes_ahead = settings.seed % 4 == 3;
     const size_t choices = goes_ahead ? std::min<size_t>(kLanes, ready_.size()) : ready_.size();
     std::swap(ready_[ready_.size() - 1 - generator.below(choices)], ready_.back());
@@ -169,7 +169,7 @@ class Block {
   void wait_for_predecessors() {
     current->has_waited = true;
     if (!is_early_) return;
-    // The copies that are in flight may have read what was there.
+    // Copies in flight may have read the old values.
     for (std::vector<Copy>& group : current->groups) read_early(group);
     read_early(current->uncommitted);
     at_wait_.push_back(current);
@@ -189,7 +189,7 @@ class Block {
     current->fiber.suspend();
   }
 
-  // Waits for all threads of the block; whether any of them voted.
+  // Waits for all threads of the block, and returns whether any of them voted.
   int barrier(int vote, Site site) {
     if (finished_) fail("a barrier that some threads do not reach, at " + text(site));
     if (at_barrier_.empty()) {
@@ -212,7 +212,7 @@ class Block {
     return self->vote;
   }
 
-  // Waits for the lanes of a warp, whose last calls `body` with the operands of all.
+  // Waits for the lanes of a warp. The last one calls `body` with the operands of all.
   void collective(const char* name, Site site, void* own, void (*body)(void**, const void*),
                   const void* context) {
     Warp& warp = warps_[current->position.linear / kLanes];
@@ -235,15 +235,15 @@ class Block {
     current->fiber.suspend();
   }
 
-  // Ends the run: the message is thrown by `run`, on the stack that can be unwound.
+  // Ends the run: `step` throws the message, on a stack that can be unwound.
   void fail(const std::string& message) {
     if (error_.empty())
       error_ = message + " (thread " + std::to_string(current->position.linear) + ")";
-    current->fiber.suspend();  // for good
+    current->fiber.suspend();  // forever
     std::abort();
   }
 
-  // A pointer to `bytes` of shared memory, so aligned.
+  // Fails unless `pointer` is aligned to `bytes`, and points to as many bytes of shared memory.
   void check_shared(const void* pointer, size_t bytes, const char* what) {
     const auto at = static_cast<const unsigned char*>(pointer);
     const unsigned char* shared = current->position.shared;
@@ -254,12 +254,12 @@ class Block {
   }
 
   Thread* current = nullptr;
-  bool has_yielded = false;  // the thread that ran last
+  bool has_yielded = false;  // whether the thread that ran last has yielded
 
   static inline thread_local Block* running = nullptr;
 
  private:
-  static inline thread_local std::vector<std::unique_ptr<Thread>> pool_;  // stacks to use again
+  static inline thread_local std::vector<std::unique_ptr<Thread>> pool_;  // reused for the stacks
 
   void read_early(std::vector<Copy>& group) {
     for (Copy& copy : group) {
@@ -286,7 +286,7 @@ class Block {
 // The blocks of a launch.
 class Grid {
  public:
-  // Throws where the launch is refused.
+  // Throws if the launch is invalid.
   Grid(const Launch& launch, std::function<void()> kernel)
       : name_(launch.name),
         grid_(launch.blocks),
@@ -315,8 +315,7 @@ class Grid {
     steps_ = size_t(1) << 4 * generator_.below(4);
   }
 
-  // While the launch ahead has not begun: runs the first block of a dependent launch until it
-  // waits.
+  // Before the launch ahead begins: runs the first block of a dependent launch until it waits.
   // Returns whether there is one.
   bool start_early() {
     if (!is_dependent_) return false;
@@ -325,7 +324,7 @@ class Grid {
     return true;
   }
 
-  // The launch ahead has ended: runs all blocks to their end.
+  // After the launch ahead has ended: runs all blocks to their end.
   void finish() {
     running_.swap(waiting_);
     for (std::unique_ptr<Block>& block : running_) block->end_wait();
@@ -343,7 +342,7 @@ class Grid {
     block.start(dim3(i % grid_.x, i / grid_.x % grid_.y, i / grid_.x / grid_.y), kernel_, is_early);
   }
 
-  // Up to so many that run at once.
+  // Starts blocks until `most` run at once.
   void start_blocks(size_t most, bool are_early) {
     while (running_.size() < most && next_ < order_.size()) {
       running_.push_back(std::make_unique<Block>(grid_, threads_, shared_bytes_, is_dependent_));
@@ -376,26 +375,27 @@ class Grid {
   dim3 grid_, threads_;
   size_t shared_bytes_;
   bool is_dependent_;
-  size_t resident_blocks_;  // that run at once
+  size_t resident_blocks_;  // blocks that run at once
   std::function<void()> kernel_;
   Generator generator_{settings.seed};
   std::vector<size_t> order_;
   size_t next_ = 0;
-  // From a step of each block in turn to most of a block before the next. Where blocks may meet,
-  // others often run, or wrong orders that take many steps of others would never be seen.
+  // The mean number of steps before another block runs, from 1 to most of a block. Where blocks may
+  // communicate, others run more often, or wrong orders that take many steps of others would never
+  // occur.
   size_t steps_ = 1;
   std::vector<std::unique_ptr<Block>> running_, waiting_;
 };
 
-// What a thread launches, in order, at the worst moment that a GPU may choose.
+// Runs the launches of a host thread in order, each at the worst moment that a GPU may choose.
 //
 // A launch is held back until the next one. If that is dependent, its first block runs up to
-// `wait_for_predecessors` before the held launch begins: on a GPU it may start while that runs, and
-// need not see what it writes. The held launch then runs, and the next one is held, with the block
-// that waits.
+// `wait_for_predecessors` before the held launch begins: on a GPU it may start during the held
+// launch, and need not see its writes. Then the held launch runs, and the next one is held, with
+// its waiting block.
 //
-// The launch before the held one has ended by then, as kernels let the next one start after they
-// waited.
+// The launch before the held one has ended by then, as kernels let the next one start only after
+// they waited.
 class Stream {
  public:
   void launch(std::unique_ptr<Grid> next) {
@@ -407,15 +407,15 @@ class Stream {
     held_ = std::move(next);
   }
 
-  // Runs all that was launched.
+  // Runs all launches.
   void synchronize() { launch(nullptr); }
 
-  // Drops what was launched and has not run.
+  // Drops launches that have not run.
   void clear() { held_.reset(), owners_.clear(); }
 
   bool is_idle() const { return held_ == nullptr; }
 
-  // Memory that the host frees now, which a GPU frees in the order of the stream.
+  // Keeps memory that the host frees now and a GPU would free in the order of the stream.
   void keep(std::shared_ptr<void> owner) { owners_.push_back(std::move(owner)); }
 
  private:
@@ -439,13 +439,13 @@ void check_shared(const void* pointer, size_t bytes, const char* what) {
 void wait_for_predecessors() { Block::running->wait_for_predecessors(); }
 void let_dependents_start() { Block::running->let_dependents_start(); }
 
-// With an even seed, a copy in flight leaves NaN where it goes, and lands when its thread waits for
-// it: neither a read before that nor one that the copy should have waited for finds what it
-// expects.
+// With an even seed, a copy in flight leaves NaN at its destination, and lands when its thread
+// waits for it: a read that is too early finds NaN. With an odd seed it lands at once: a read that
+// the copy should have waited for finds the new value.
 void copy_async_16(void* smem, const void* global) {
   check_shared(smem, 16, "cp_async_16");
   if (reinterpret_cast<uintptr_t>(global) % 16) fail("cp_async_16: not aligned");
-  if (settings.seed % 2) {  // lands at once: whoever still reads what was there finds this
+  if (settings.seed % 2) {
     global ? std::memcpy(smem, global, 16) : std::memset(smem, 0, 16);
     return;
   }
@@ -482,7 +482,7 @@ void keep(std::shared_ptr<void> owner) { stream.keep(std::move(owner)); }
 
 }  // namespace cuda_on_host
 
-// What tests call, from Python.
+// Called by tests in Python.
 
 PK_EXPORT void cuda_on_host_set(uint64_t seed, int multiprocessors, int resident_blocks) {
   cuda_on_host::settings.seed = seed;
@@ -493,16 +493,16 @@ PK_EXPORT void cuda_on_host_limit_shared(size_t bytes) {
   cuda_on_host::settings.most_shared_bytes = bytes;
 }
 PK_EXPORT int64_t cuda_on_host_early_starts() { return cuda_on_host::settings.early_starts; }
-// Null runs launches again.
+// With null, launches run again.
 PK_EXPORT void cuda_on_host_listen(void (*listener)(const cuda_on_host::Launch*)) {
   cuda_on_host::settings.listener = listener;
 }
 
-// What -fsanitize=alignment calls: a GPU faults where a processor of the host reads on.
+// Called by -fsanitize=alignment: a GPU faults where a CPU reads on.
 
 namespace {
 
-// As the compilers' runtime libraries declare them.
+// As declared in the compilers' runtime libraries.
 struct Location {
   const char* file;
   uint32_t line, column;
@@ -526,6 +526,6 @@ extern "C" void __ubsan_handle_type_mismatch_v1(const Mismatch* mismatch, const 
                               " that is not aligned to " +
                               std::to_string(1 << mismatch->log_alignment) + " bytes";
   if (cuda_on_host::position != nullptr) cuda_on_host::fail(message);
-  std::fprintf(stderr, "%s\n", message.c_str());  // in the code of a launch
+  std::fprintf(stderr, "%s\n", message.c_str());  // outside kernels
   std::abort();
 }

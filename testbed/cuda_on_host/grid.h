@@ -1,4 +1,4 @@
-// What kernels and launches use of grid.cpp, which runs them on the CPU.
+// The interface of grid.cpp, which runs kernels on the CPU.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +17,13 @@ namespace cuda_on_host {
 
 constexpr unsigned kLanes = 32;
 
-// Where a kernel calls something that threads must reach together.
+// The place of a call that threads must reach together.
 struct Site {
   const char* file;
   int line;
 };
 
-// Of the thread that runs; null outside kernels.
+// The position of the running thread; null outside kernels.
 struct Position {
   dim3 thread, block, threads, blocks;
   unsigned linear;        // index of the thread in its block
@@ -31,55 +31,57 @@ struct Position {
 };
 extern thread_local const Position* position;
 
-// What a launch is given, or a fill: `params` is then the address of the pointer to the memory.
+// The arguments of a launch or a fill. The `params` of a fill are the address of the pointer to the
+// memory.
 struct Launch {
   const char* name;
   dim3 blocks, threads;
   size_t shared_bytes;
   const void* params;
   size_t params_bytes;
-  size_t filled_bytes;  // of a fill
-  bool is_dependent;    // may begin before the launch ahead of it has ended
-  const void* kernel;   // null: a fill
-  int tiles;            // that the blocks share; 0: the kernel has no tiles
+  size_t filled_bytes;  // 0 for a launch
+  bool is_dependent;    // may begin before the launch ahead has ended
+  const void* kernel;   // null for a fill
+  int tiles;            // tiles that the blocks share; 0 for a kernel without tiles
   bool is_cooperative;  // all blocks run at once
 };
 
-// What tests set.
+// Settings of tests.
 struct Settings {
-  uint64_t seed = 0;  // of the order of threads and blocks
+  uint64_t seed = 0;  // draws the order of threads and blocks
   int multiprocessors = 2;
-  int resident_blocks = 4;                    // that run at once
-  size_t most_shared_bytes = 227 * 1024;      // of a block, as on sm_90 and sm_100
+  int resident_blocks = 4;                    // blocks that run at once
+  size_t most_shared_bytes = 227 * 1024;      // per block, as on sm_90 and sm_100
   void (*listener)(const Launch*) = nullptr;  // called in place of every launch and fill
-  int64_t early_starts = 0;  // of dependent launches, counted: the one ahead had not begun
+  int64_t early_starts = 0;  // dependent launches that started before the launch ahead
 };
 extern Settings settings;
 
-// Ends the run of the grid, which throws the message.
+// Ends the run of the grid, which then throws the message.
 void fail(const std::string& message);
 // Lets other threads and other blocks run before the current thread goes on.
 void yield();
-// Waits for all threads of the block; whether any of them voted.
+// Waits for all threads of the block, and returns whether any of them voted.
 int barrier(int vote, Site site);
-// Waits for the lanes of a warp, whose last calls `body(operands of all lanes, context)`.
+// Waits for the lanes of a warp. The last one calls `body(operands of all lanes, context)`.
 void collective(const char* name, Site site, void* own, void (*body)(void**, const void*),
                 const void* context);
-// Fails unless `pointer` points to `bytes` of shared memory, so aligned.
+// Fails unless `pointer` is aligned to `bytes`, and points to as many bytes of shared memory.
 void check_shared(const void* pointer, size_t bytes, const char* what);
 void wait_for_predecessors();
 void let_dependents_start();
 void copy_async_16(void* smem, const void* global);  // zeros where `global` is null
 void commit_copies();
-void wait_for_copies(size_t groups);  // until no more than the newest groups are in flight
+void wait_for_copies(size_t groups);  // until at most the newest groups are in flight
 
-// Runs a kernel when the stream says; throws where the launch is refused, or the one ahead fails.
+// Runs a kernel in the order of the stream. Throws if the launch is invalid, or if the one ahead
+// fails.
 void launch(const Launch& launch, std::function<void()> kernel);
 
-// What the thread of the host launches, in order.
-void synchronize();    // runs all that was launched
-void drop_launches();  // what has not run
-bool is_idle();        // whether all has run
+// The stream of the host thread.
+void synchronize();    // runs all launches
+void drop_launches();  // drops launches that have not run
+bool is_idle();        // whether all launches have run
 void keep(
     std::shared_ptr<void> owner);  // of memory that a GPU would free in the order of the stream
 

@@ -9,8 +9,7 @@ using cuda_on_host::Site;
 
 namespace {
 
-// Lanes 8*m to 8*m + 7 name the rows of matrix m, eight 16-bit elements each. Of matrix m lane l
-// gets elements 2*(l % 4) and the next of row l / 4; transposed, of column l / 4.
+// See ldmatrix_x4 in csrc/cuda/device.cuh.
 void load_matrices(const char* name, bool is_transposed, uint32_t* r, const void* row, Site site) {
   struct Operands {
     const void* row;
@@ -31,10 +30,11 @@ void load_matrices(const char* name, bool is_transposed, uint32_t* r, const void
   });
 }
 
-// d += a * b for a [16, K] and b [K, 8], spread over a warp: `kPack` elements a register. With
-// group l / 4 and rank l % 4, registers of a hold rows group, group + 8 in turn, of the first half
-// of K, then of the second; those of b column group, of the first half, then of the second; d rows
-// group (twice) and group + 8 (twice), columns 2 * rank and the next.
+// d += a * b for a [16, K] and b [K, 8], spread over a warp: `kPack` elements per register. Let
+// group = l / 4 and rank = l % 4 for lane l. The registers of a hold rows group and group + 8 of
+// the first half of K, then of the second. The registers of b hold column group of the first half,
+// then of the second. The registers of d hold columns 2 * rank and 2 * rank + 1 of row group, then
+// of row group + 8.
 template <int kPack, class Unpack>
 void multiply(const char* name, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
               Site site, const Unpack& unpack) {
@@ -105,7 +105,7 @@ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)
               [](uint32_t bits, double* value) { *value = __uint_as_float(bits); });
 }
 
-// What nvcc makes of cvt.rna.tf32.f32 for compute capabilities 8.0 to 9.0.
+// As cvt.rna.tf32.f32 compiled for compute capabilities 8.0 to 9.0.
 uint32_t to_tf32(float value) {
   const uint32_t bits = __float_as_uint(value);
   return (std::isfinite(value) ? bits + 0x1000u : bits) & ~0x1fffu;

@@ -45,7 +45,7 @@ inline float widened(__nv_bfloat16 value) {
 }
 inline float widened(__half value) { return static_cast<float>(bits_as<_Float16>(value.bits)); }
 
-// To nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. NaN stays NaN.
 template <class T>
 T narrowed(float value);
 template <>

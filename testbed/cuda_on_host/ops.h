@@ -1,4 +1,4 @@
-// Comes before the source that registers the ops: an op ends when all that it launched has run.
+// Included before the source that registers the ops: an op ends when all of its launches have run.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -14,7 +14,7 @@ void run_op(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
   } catch (...) {
     try {
       synchronize();
-    } catch (const std::runtime_error&) {  // of what was launched earlier, or because of it
+    } catch (const std::runtime_error&) {  // the first exception counts
     }
     throw;
   }

@@ -1,6 +1,5 @@
-// Kernels for the tests of the harness itself: some right, some each with one planted mistake.
-//
-// The entry points return what was thrown, or an empty text.
+// Kernels for the tests of the harness: variant 0 is right, every other variant has one planted
+// mistake.
 
 #include "entry.h"
 
@@ -13,11 +12,11 @@ constexpr unsigned kThreads = 64;
 struct Params {
   const float* in;
   float* out;
-  int variant;                  // 0 is right
+  int variant;
   unsigned* counter = nullptr;  // zero
 };
 
-// out = in, turned round within each block by way of shared memory.
+// out = in, reversed within each block through shared memory. 1: lacks the barrier.
 __global__ void reverse_kernel(Params p) {
   float* tile = reinterpret_cast<float*>(dynamic_shared());
   const unsigned first = blockIdx.x * kThreads;
@@ -26,7 +25,8 @@ __global__ void reverse_kernel(Params p) {
   p.out[first + threadIdx.x] = tile[kThreads - 1 - threadIdx.x];
 }
 
-// Strays by one element, 1: behind shared memory; 2: behind the input; 3: behind the output.
+// out = in, with an access one element too far. 1: after shared memory; 2: after the input; 3:
+// after the output.
 __global__ void stray_kernel(Params p) {
   float* tile = reinterpret_cast<float*>(dynamic_shared());
   const unsigned i = threadIdx.x;
@@ -52,8 +52,8 @@ __global__ void divergent_kernel(Params p) {
   p.out[threadIdx.x] = sum;
 }
 
-// out = in by asynchronous copies. 1: read before the wait. 2: read after a wait that allows the
-// group to be in flight. 3: the memory of a copy is read after it began. 4, 5: not aligned.
+// out = in by asynchronous copies. 1: reads before the wait. 2: the wait allows the group to be in
+// flight. 3: reads the destination after the copy began. 4, 5: not aligned.
 __global__ void copy_kernel(Params p) {
   float* tile = reinterpret_cast<float*>(dynamic_shared());
   const unsigned at = 4 * threadIdx.x;
@@ -86,8 +86,8 @@ __global__ void count_kernel(Params p) {
   if (threadIdx.x == 0) p.out[0] = static_cast<float>(*p.counter);
 }
 
-// out = in of the blocks before it, added by the last block to count itself. 1: by the last of the
-// grid. 2: a block counts itself before it has stored its part.
+// out = the sum of in up to and including each block's, by the last block to count itself. 1: by
+// the last block of the grid. 2: a block counts itself before it has stored its part.
 __global__ void last_block_kernel(Params p) {
   float* parts = p.out + gridDim.x;
   bool is_last = false;
@@ -120,7 +120,7 @@ __global__ void overwrite_kernel(Params p) {
   cp_async_wait<0>();
 }
 
-// out = the sum of in of all blocks, in each block: for a cooperative launch. 1: does not wait for
+// out = the sum of in over all blocks, in each block of a cooperative launch. 1: does not wait for
 // the other blocks. 2: a block counts itself before it has stored its part.
 __global__ void all_blocks_kernel(Params p) {
   float* parts = p.out + gridDim.x;

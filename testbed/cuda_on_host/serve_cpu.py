@@ -1,6 +1,6 @@
 """Makes the CUDA library, compiled for the host, a backend for CPU tensors in this process.
 
-It goes by its own name, `cuda`; `"auto"` never selects it.
+The backend is called `cuda`; `"auto"` never selects it.
 """
 
 import contextlib
@@ -22,40 +22,40 @@ from testbed.cuda_on_host import build
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The kernels, compiled where that is still to be done, as torch ops and for `set_schedule`."""
+    """Builds the library if something changed, registers its ops, and returns it for ctypes."""
     path = build.build("kernels", sanitize=bool(os.environ.get("PK_SANITIZE")))
     torch.ops.load_library(str(path))
     return ctypes.CDLL(str(path))
 
 
 def set_schedule(seed: int = 0, multiprocessors: int = 2, resident_blocks: int = 4) -> None:
-    """Chooses a schedule, and what launches are told.
+    """Chooses a schedule.
 
     Args:
         seed: draws the order of threads and blocks.
-        multiprocessors: that launches count.
-        resident_blocks: that run at once.
+        multiprocessors: the number of multiprocessors that launches see.
+        resident_blocks: the number of blocks that run at once.
     """
     library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_blocks)
 
 
 def set_most_shared_bytes(count: int = 227 * 1024) -> None:
-    """Chooses the shared memory that a block may have: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6."""
+    """Sets the most shared memory of a block: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6."""
     library().cuda_on_host_limit_shared(ctypes.c_size_t(count))
 
 
 class Launch(NamedTuple):
-    """What a launch is given, or a fill, which has neither blocks nor threads."""
+    """The arguments of a launch, or of a fill, which has no blocks or threads."""
 
     name: str
     blocks: tuple[int, int, int]
-    threads: int  # of a block
-    shared_bytes: int  # of a block
-    is_dependent: bool  # may begin before the launch ahead of it has ended
-    filled_bytes: int  # of a fill
+    threads: int  # per block
+    shared_bytes: int  # per block
+    is_dependent: bool  # may begin before the launch ahead has ended
+    filled_bytes: int  # 0 for a launch
     params: bytes
-    kernel: int | None  # its address, for `symbol_of`; None: a fill
-    tiles: int  # that its blocks share; 0: it has no tiles
+    kernel: int | None  # the address, for `symbol_of`; None for a fill
+    tiles: int  # tiles that the blocks share; 0 for a kernel without tiles
 
 
 class _Launch(ctypes.Structure):
@@ -78,7 +78,7 @@ class _Launch(ctypes.Structure):
 
 @functools.cache
 def _symbols() -> dict[int, str]:
-    """The names of the library's functions, by their addresses."""
+    """Returns the names of the library's functions, by address."""
     path = build.build("kernels", sanitize=bool(os.environ.get("PK_SANITIZE")))
     lines = subprocess.check_output(["nm", "--defined-only", str(path)], text=True).splitlines()
     found = {name: int(at, 16) for at, kind, name in map(str.split, lines) if kind in "tTW"}
@@ -88,16 +88,15 @@ def _symbols() -> dict[int, str]:
 
 
 def symbol_of(kernel: int) -> str:
-    """The mangled name of a kernel; binutils' nm lists those of the library."""
+    """Returns the mangled name of a kernel, which `nm` of binutils lists."""
     return _symbols()[kernel]
 
 
 @contextlib.contextmanager
 def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
-    """A context in which `listener` is called in place of every launch and fill.
+    """Calls `listener` in place of every launch and fill inside the context.
 
-    New tensors have addresses and no memory, until something is written to them; no address is
-    given out twice.
+    New tensors have unique addresses, and no memory until something is written to them.
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.POINTER(_Launch))
@@ -131,14 +130,14 @@ def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
 
 
 def early_starts() -> int:
-    """How many dependent launches have started before the one ahead of them had begun."""
+    """Returns the number of dependent launches that started before the launch ahead."""
     count = library().cuda_on_host_early_starts
     count.restype = ctypes.c_int64
     return count()
 
 
 def tensor_at(address: int) -> range | None:
-    """The addresses of the tensor of `without_running` that holds an address, if there is one."""
+    """Returns the addresses of the tensor of `without_running` at an address, or None."""
     begin, end = ctypes.c_void_p(), ctypes.c_void_p()
     find = library().cuda_on_host_tensor_at
     find.restype = ctypes.c_bool
@@ -148,7 +147,7 @@ def tensor_at(address: int) -> range | None:
 
 
 def missing() -> str:
-    """Why the backend `cuda` cannot be tested here; empty where it can."""
+    """Returns why the backend `cuda` cannot be tested here, or an empty text."""
     if "cuda" in pk.available_backends():
         return ""
     return cuda.load_error() if torch.cuda.is_available() else "neither a GPU nor a C++ compiler"
@@ -156,9 +155,9 @@ def missing() -> str:
 
 @functools.cache
 def install() -> bool:
-    """Whether `cuda` runs on the host from now on: where there is no GPU, but a compiler.
+    """Makes `cuda` run on the host if there is a compiler and no GPU; returns whether it does.
 
-    With a GPU it never does: where the library is missing, its tests are skipped and say so.
+    With a GPU, tests run the library on it, or are skipped if the library is missing.
     """
     if torch.cuda.is_available() or shutil.which(build.CXX[0]) is None:
         return False

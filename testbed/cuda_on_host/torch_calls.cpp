@@ -1,4 +1,4 @@
-// What an op calls in torch, in the order of the stream. The linker sends the calls here (--wrap).
+// Runs an op's calls of torch in the order of the stream. The linker sends the calls here (--wrap).
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
@@ -12,7 +12,7 @@ extern "C" {
 AOTITorchError __real_torch_call_dispatcher(const char*, const char*, StableIValue*, uint64_t);
 AOTITorchError __real_aoti_torch_delete_tensor_object(AtenTensorHandle);
 
-// torch's kernels run when all that was launched before has.
+// A kernel of torch runs after all launches before it.
 AOTITorchError __wrap_torch_call_dispatcher(const char* op, const char* overload,
                                             StableIValue* stack, uint64_t version) {
   const std::string name = op;

@@ -1,4 +1,4 @@
-// Stands for the kernels of instruction sets that a variant was not compiled for.
+// Replaces the kernels of instruction sets that a variant does not contain.
 
 #include <cstdio>
 #include <cstdlib>

@@ -8,21 +8,21 @@
 
 using namespace preact_kernels;
 
-// AddressSanitizer reports an instruction once: every site is a function of its own.
+// AddressSanitizer reports an instruction once, so each site is a function of its own.
 constexpr int kSites = 4;
 template <int kSite>
 int64_t read_at_site(const volatile uint8_t* memory, int64_t offset) {
   return memory[offset];
 }
 
-// The byte at `offset` from the first value of a tensor, read at site `site`.
+// Reads the byte at `offset` from the first value of a tensor, at site `site`.
 static int64_t read_byte(const Tensor& t, int64_t offset, int64_t site) {
   constexpr decltype(&read_at_site<0>) kReads[kSites] = {read_at_site<0>, read_at_site<1>,
                                                          read_at_site<2>, read_at_site<3>};
   return kReads[site](static_cast<const volatile uint8_t*>(t.const_data_ptr()), offset);
 }
 
-// The last byte of a tensor, whether its storage has one or not; 0 if it was freed.
+// Reads the last byte of a tensor, even if its storage lacks it; 0 if the storage was freed.
 static int64_t read_last(const Tensor& x) {
   int64_t last = 0;  // offset of the last value
   for (int64_t axis = 0; axis < x.dim(); ++axis) last += (x.size(axis) - 1) * x.stride(axis);
@@ -31,7 +31,7 @@ static int64_t read_last(const Tensor& x) {
   return is_freed || x.numel() == 0 ? 0 : memory[(last + 1) * int64_t(x.element_size()) - 1];
 }
 
-// The byte at `offset` in a buffer of `bytes` bytes that was taken with `earlier_bytes` before.
+// Reads the byte at `offset` in a buffer of `bytes` bytes that had `earlier_bytes` bytes before.
 static int64_t read_buffer(int64_t earlier_bytes, int64_t bytes, int64_t offset) {
   thread_buffer<uint8_t, Use::kScratch>(earlier_bytes);
   const volatile uint8_t* buffer = thread_buffer<uint8_t, Use::kScratch>(bytes);

@@ -1,5 +1,5 @@
-// Runs the loops of the library on threads that ThreadSanitizer knows: libgomp, which PyTorch's
-// threads wait in, is not instrumented. The linker sends the calls here (--wrap).
+// Runs the loops of the library on threads that ThreadSanitizer knows: libgomp, in which PyTorch's
+// threads wait, is not instrumented. The linker sends the calls here (--wrap).
 //
 // Threads take the tiles of `for_tiles` in turns. Otherwise the first thread could finish a small
 // loop before the next one starts, and nothing would run at the same time. This file is not
