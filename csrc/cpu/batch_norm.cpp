@@ -12,7 +12,6 @@ namespace {
 // The distance between the rows of a table [N, C]; 0 for [C].
 int64_t row_stride(const Tensor& t) { return t.dim() == 2 ? t.sizes()[1] : 0; }
 
-// Calls body(row) for the rows of a norm.
 template <class Body>
 void for_norm_rows(int64_t rows, int64_t channels, const Body& body) {
   if (rows == 1) {

@@ -15,7 +15,6 @@ enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 Isa isa();
 const char* isa_name();
 
-// Bytes of a vector register.
 int64_t vector_bytes();
 
 }  // namespace preact_kernels

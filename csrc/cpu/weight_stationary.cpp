@@ -61,7 +61,6 @@ struct Operands {
   char* input_of(int64_t group) const { return inputs + group * input_bytes; }
   char* output_of(int64_t group) const { return outputs + group * output_bytes; }
   char* pairs_of(int64_t group) const { return output_pairs + group * pair_bytes; }
-  // The narrow operand of a weight gradient: the output gradient.
   char* narrow_of(int64_t group) const { return pairs ? pairs_of(group) : output_of(group); }
 
   template <class N>

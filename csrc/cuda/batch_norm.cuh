@@ -59,8 +59,8 @@ struct NormChannel {
   }
 };
 
-// p = (x - mean) * scale + bias, always with one rounding after the difference. Subtracting the
-// mean first avoids cancellation where it is large compared with the deviation.
+// p = (x - mean) * scale + bias, with one rounding after the difference, which avoids cancellation
+// where the mean is large compared with the deviation.
 template <int kWidth>
 struct Normalisation {
   static constexpr int kRows = 4;

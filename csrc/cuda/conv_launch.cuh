@@ -21,7 +21,6 @@ struct ForwardPlan {
   void (*kernel)(NormActConvForward);
 };
 
-// What a kernel of the backward computes.
 struct BackwardTask {
   int tensors;  // see BackwardShared
   bool of_input, of_weight;
@@ -41,7 +40,6 @@ ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv);
 template <class Types>
 BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTask& task);
 
-// The plan for the types of these dtypes.
 BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const ConvDtypes& dtypes,
                                          const BackwardTask& task);
 

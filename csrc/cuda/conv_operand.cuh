@@ -35,7 +35,6 @@ struct ConvTypes {
 __device__ inline void store_pair(float* to, float low, float high) {
   *reinterpret_cast<float2*>(to) = make_float2(low, high);
 }
-// Rounded to T.
 template <class T>
 __device__ void store_pair(T* to, float low, float high) {
   *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(low, high);

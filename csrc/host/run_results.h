@@ -37,7 +37,6 @@ struct RunStatistics {
   std::vector<Statistics> of_outputs;  // of each unit: parts of mean and var
   int64_t pixels;                      // of an output
 
-  // Statistics of unit i are computed if are_wanted[i].
   RunStatistics(const Tensor& x, std::vector<Unit>& units, const std::vector<Tensor>& conv_weights,
                 const std::vector<bool>& are_wanted)
       : pixels(units[0].conv.output().pixels()) {
@@ -65,7 +64,6 @@ struct RunStatistics {
   void finish() { finish_statistics(*workspace, mean, var, pixels); }
 };
 
-// The gradients of units.
 struct RunGradients {
   std::shared_ptr<Workspace> workspace;
   Tensor sums;                          // of all units
@@ -101,7 +99,6 @@ struct RunGradients {
                const std::vector<Tensor>& conv_weights, const std::vector<Wanted>& wanted)
       : RunGradients(like, units, conv_weights, wanted, conv_weights) {}
 
-  // The sums of a unit, [2, C].
   Tensor sums_of_unit(size_t i) const {
     const int64_t sizes[] = {2, channels[i]};
     return torch::stable::view(of_units[i].sums, {sizes, 2});

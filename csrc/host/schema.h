@@ -36,8 +36,8 @@
 
 namespace preact_kernels {
 
-// The activation with a name of contract.py.
 inline ActivationFunction activation_of(const std::string& name, double parameter) {
+  // In the order of ActivationKind.
   static constexpr const char* kNames[] = {
       "relu", "leaky_relu", "identity", "relu6",    "silu",    "gelu", "gelu_tanh",
       "elu",  "hardswish",  "mish",     "softplus", "sigmoid", "tanh"};

@@ -62,14 +62,12 @@ inline Tensor empty_statistics(const Tensor& like, int64_t count) {
   return new_tensor(like, {count}, statistics_dtype(like.scalar_type()));
 }
 
-// Sums [2, C], or [2, N, C] if the norm has rows.
 inline Tensor empty_sums(const Tensor& like, const Activation& size, bool has_rows) {
   const ScalarType dtype = statistics_dtype(like.scalar_type());
   if (has_rows) return new_tensor(like, {2, size.images, size.channels}, dtype);
   return new_tensor(like, {2, size.channels}, dtype);
 }
 
-// Statistics of each image, [N, C].
 inline Statistics new_image_statistics(const Tensor& like, const Activation& size) {
   const ScalarType dtype = statistics_dtype(like.scalar_type());
   const auto table = [&] { return new_tensor(like, {size.images, size.channels}, dtype); };

@@ -323,8 +323,8 @@ PK_INLINE void with_activation(const ActivationFunction& activation, const Body&
 #undef PK_CASE
 }
 
-template <class T>
 // values = act(values).
+template <class T>
 void activate(const ActivationFunction& activation, T* values, int64_t count) {
   using A = Accumulate<T>;
   with_activation<A>(activation, [&](const auto& function) PK_LAMBDA {
@@ -338,8 +338,8 @@ void activate(const ActivationFunction& activation, T* values, int64_t count) {
   });
 }
 
-template <class A>
 // gradient *= act'(p). `count` is a multiple of the lanes.
+template <class A>
 void multiply_by_derivative(const ActivationFunction& activation, const A* p, A* gradient,
                             int64_t count) {
   with_activation<A>(activation, [&](const auto& function) PK_LAMBDA {

@@ -14,7 +14,7 @@ PK_BEGIN_ISA
 
 #ifdef PK_HAS_TILES
 
-// Whether no value is NaN or infinite. `count` is a multiple of 16.
+// `count` is a multiple of 16.
 PK_INLINE bool are_finite(const BFloat16* values, int64_t count) {
   constexpr uint16_t kInfinity = 0x7f80;
   using Found = decltype(FullHalves{} < FullHalves{});

@@ -13,7 +13,6 @@ void pack_weights(const ConvWeight<T>& weight, const ConvSizes& conv, int64_t in
   pack(weight, conv, in_channels, out_channels, packed, first);
 }
 
-// Whether no weight is NaN or infinite.
 template <class T>
 bool is_finite(const void* packed, int64_t count) {
   return all_finite(static_cast<const Operand<T>*>(packed), count);
@@ -32,7 +31,6 @@ void transform_weights(const void* packed, const ConvSizes& conv, int64_t in_cha
   }
 }
 
-// Whether kernels/winograd.h serves weights with these sums of squares.
 template <class T>
 bool are_served(const TapSquares<Accumulate<T>>& squares) {
   return are_weights_served(squares);

@@ -105,7 +105,6 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   strip_weight_gradient(a, dy, strip, conv, op.input_last, pairs, dweight);
 }
 
-// Merges the parts of a weight gradient that kernels/winograd.h computed: see merge_transformed.
 template <class T>
 void merge_parts(Accumulate<T>* sums, int64_t parts, int64_t part, int64_t step, int64_t channels) {
   if constexpr (kHasWinograd<Operand<T>>) merge_transformed(sums, parts, part, step, channels);

@@ -247,7 +247,8 @@ struct PixelRange {
 };
 
 // The pixels, of `count` output pixels from `first` on, for which a tap reads a pixel of an image
-// of `size`: 0 <= pixel * stride + shift < size.
+// of `size`: 0 <= pixel * stride + shift < size. A weight gradient leaves out the others, as 0 *
+// NaN is NaN.
 PK_INLINE PixelRange inside(int64_t shift, int64_t stride, int64_t size, int64_t first,
                             int64_t count) {
   const int64_t begin = shift < 0 ? (stride - 1 - shift) / stride : 0;
@@ -262,7 +263,6 @@ template <class O>
 PK_INLINE void strip_weight_gradient(const PixelRows<O>& a, const PixelRows<O>& dy,
                                      const Strip& strip, const ConvSizes& conv, bool input_last,
                                      O* pairs, Accumulate<O>* dweight) {
-  // 0 * NaN is NaN: adds only pixels where the tap falls inside the image, none of the halo.
   const auto for_rows_of_taps = [&](const auto& body) PK_LAMBDA {
     for (int64_t r = 0; r < conv.kernel_h; ++r) {
       const PixelRange rows = inside(r - conv.halo_h(), conv.stride.h, strip.in.image_rows,

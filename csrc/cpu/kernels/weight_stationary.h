@@ -266,7 +266,6 @@ void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip, const
                                 Accumulate<T>* partial) {
   using O = Operand<T>;
   const int64_t r = tap / conv.kernel_w, s = tap % conv.kernel_w, images = output.images;
-  // 0 * NaN is NaN: adds only pixels where the tap falls inside the image, none of the halo.
   const PixelRange rows =
       inside(r - conv.halo_h(), conv.stride.h, strip.in.image_rows, 0, strip.out.rows);
   const PixelRange columns =
