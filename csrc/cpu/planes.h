@@ -2,8 +2,6 @@
 #pragma once
 
 #include "../host/launch.h"
-#include "batch_norm.h"
-#include "isa.h"
 
 namespace preact_kernels {
 

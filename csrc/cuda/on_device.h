@@ -4,7 +4,6 @@
 #include "../host/launch.h"
 #include "batch_norm.cuh"
 #include "device.cuh"
-#include "grid_statistics.cuh"
 #include "reduction.cuh"
 
 namespace preact_kernels::cuda {

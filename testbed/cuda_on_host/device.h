@@ -98,8 +98,6 @@ inline double __longlong_as_double(long long bits) { return cuda_on_host::bits_a
 using std::isfinite;
 using std::isinf;
 using std::isnan;
-using std::max;
-using std::min;
 
 namespace preact_kernels::cuda {
 

@@ -1,7 +1,6 @@
 // Tiles of accumulators in registers: rows of one operand by vectors of the other.
 #pragma once
 
-#include <algorithm>
 #include <iterator>
 
 #include "../conv_strips.h"
