@@ -60,7 +60,7 @@ struct UnitInputs {
   Tensor conv_weight;
 };
 
-// What a forward adds to the result of the convolution.
+// Addends of a forward's fused epilogue.
 struct Epilogue {
   std::optional<Tensor> conv_bias, residual;
 };

@@ -37,7 +37,7 @@ class Normalisation {
 
  private:
   const A *mean_, *bias_;
-  int64_t mean_stride_, bias_stride_, scale_stride_;  // between the rows of images; 0: one row
+  int64_t mean_stride_, bias_stride_, scale_stride_;  // distances between rows; 0 for one row
   ActivationFunction activation_;
   std::vector<A> scale_;
   std::vector<double> rstd_;
@@ -100,7 +100,7 @@ struct PixelTiles {
 // The tiles of a batch. If the norm has rows, a tile is a part of one image.
 struct BatchTiles {
   int64_t images, of_image, count;
-  PixelTiles tiles;  // of an image if the norm has rows, else of the batch
+  PixelTiles tiles;  // tiles of an image if the norm has rows, else of the batch
 
   BatchTiles(const Activation& size, bool has_rows)
       : images(has_rows ? size.images : 1), tiles(size.pixels() / images, size.channels) {
@@ -120,7 +120,7 @@ struct BatchTiles {
 template <class A>
 struct TileStatistics {
   int64_t channels;
-  std::vector<int64_t> pixels;  // of each tile
+  std::vector<int64_t> pixels;  // pixels of each tile
   A* partials;                  // [tiles, 3, channels]: pivot, sum(d), sum(d^2)
 
   TileStatistics(int64_t tiles, int64_t channels)

@@ -11,7 +11,7 @@ Strips::Strips(const ConvSizes& conv, bool has_rows) : conv(conv), images(1) {
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
   const int64_t values = std::clamp(weights, kLeastValues, kMostValues);
   if (conv.taps() == 1) {
-    constexpr int64_t kWholeTiles = 42;  // of 6 or 14 pixels
+    constexpr int64_t kWholeTiles = 42;  // whole tiles of 6 or 14 pixels
     const int64_t most = std::min(values / widest, conv.pixels() / kLeastStrips);
     length = std::max<int64_t>(most / kWholeTiles, 1) * kWholeTiles;
     const int64_t rows = has_rows ? conv.images : 1, pixels = conv.pixels() / rows;

@@ -10,7 +10,7 @@ namespace preact_kernels {
 
 // Some rows of pixels of an image.
 struct Rows {
-  int64_t first_pixel;  // in the batch
+  int64_t first_pixel;  // index in the batch
   int64_t row, rows;    // the first row in its image, and the number of rows
   int64_t image_rows, width;
 };
@@ -94,7 +94,7 @@ struct TapSquares {
 // the number of threads; tiles must not.
 struct Strips {
   ConvSizes conv;
-  int64_t length;  // of a strip in rows, or in pixels for a 1x1 kernel
+  int64_t length;  // rows of a strip, or pixels for a 1x1 kernel
   int64_t per_image, images, count;
 
   Strips(const ConvSizes& conv, bool has_rows);
@@ -138,7 +138,7 @@ struct Taps {
   static constexpr int64_t kMost = 49;
   int64_t count = 0;
   int64_t row[kMost], column[kMost], place[kMost];
-  int64_t offset[kMost];  // from the operand's first value
+  int64_t offset[kMost];  // values from the operand's first
 
   Taps() {}  // zeroing them would take long compared with a strip
 
@@ -172,7 +172,7 @@ struct ProductPixels {
   int64_t rows, width;  // pixels to compute in each image
   Operand operand;
   Rows read;    // rows of the operand, without the halo
-  Stride step;  // between pixels of the operand
+  Stride step;  // distance between pixels of the operand
   Taps taps;
   int64_t first;  // index of the first pixel in the result
   Stride result_step;

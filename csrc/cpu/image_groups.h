@@ -62,7 +62,7 @@ struct ImageGroups {
 
   ImageGroups(const ConvSizes& conv, bool has_rows)
       : conv(conv), are_images(conv.taps() > 1 || has_rows) {
-    constexpr int64_t kPixels = 1024;  // of a group, approximately
+    constexpr int64_t kPixels = 1024;  // pixels of a group, approximately
     const int64_t pixels = are_images ? conv.height * conv.width : 1;
     const int64_t most = std::max<int64_t>(1, kPixels / pixels);
     const int64_t parts = (length() + most - 1) / most;
@@ -116,11 +116,11 @@ template <class T>
 struct StationaryTask {
   const ConvSizes& conv;
   const Strip& strip;
-  const Interleaved& layout;  // of the operand
+  const Interleaved& layout;  // layout of the operand
   const ConvWeight<T>& weight;
-  const PixelTiles tiles;  // of an image of the result
+  const PixelTiles tiles;  // tiles of an image of the result
   const void* operand = nullptr;
-  int64_t in_channels = 0, out_channels = 0, channel = 0;  // of the product
+  int64_t in_channels = 0, out_channels = 0, channel = 0;  // channels of the product
   void* packed = nullptr;                                  // memory of weights
   Accumulate<T>* sums = nullptr;           // memory: [pixel][image][channel of the task]
   Accumulate<T>* sums_of_tiles = nullptr;  // memory of the input gradient: [tile][2][channel]

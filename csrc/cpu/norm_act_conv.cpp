@@ -51,7 +51,7 @@ struct WeightGradient {
   void merge() const {
     const int64_t columns = input_last ? conv.in_channels : conv.out_channels;
     const int64_t rows = input_last ? conv.out_channels : conv.in_channels;
-    const ConvWeight<T> layout = memory_of<T>(out, !input_last);  // of [rows][columns]
+    const ConvWeight<T> layout = memory_of<T>(out, !input_last);  // layout of [rows][columns]
     T* first = mutable_data<T>(out);
     for_rows(rows, positions * columns, [&](int64_t row) {
       A* sums = partials + row * columns;

@@ -10,7 +10,7 @@
 
 #define PK_INLINE inline __attribute__((always_inline))
 #define PK_LAMBDA __attribute__((always_inline))
-// Not inlined: compile time grows faster than the function.
+// Keeps functions small, as compile time grows faster than their size.
 #define PK_OUTLINE __attribute__((noinline))
 
 // The values of two vectors of type `type` at the given indices.

@@ -12,21 +12,21 @@ struct NormActConvForward {
   const void* weight;    // [K][taps][C]
   const void* residual;  // shaped like y, or null
   void* y;
-  Accumulators statistics;  // of y: sums of values and squares; absent if not wanted
+  Accumulators statistics;  // sums of y and of its squares; absent if not wanted
   int in_channels, out_channels;
   TileGrid grid;
   bool is_dependent;  // see `launch`
 };
 
 struct NormActConvBackward {
-  const void* dy;  // with a step its g, in the dtype of products
+  const void* dy;  // g of the step, in the dtype of products, if there is a step
   AffineStepPointers step;
   const void* x;
   NormPointers norm;
   const void* weight;  // [K][taps][C]
-  void* g;             // in the dtype of products; null where it is not wanted
-  void* whole_dy;      // null where it is not wanted
-  Accumulators sums;   // of g: sum(g), sum(g * xhat)
+  void* g;             // dtype of products; null if not wanted
+  void* whole_dy;      // null if not wanted
+  Accumulators sums;   // sum(g), sum(g * xhat)
   float* partials;     // [blocks][taps][K][C]: weight gradients of blocks
   int in_channels, out_channels;
   int tensors;  // see BackwardShared

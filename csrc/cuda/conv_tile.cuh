@@ -18,7 +18,7 @@ constexpr int kWarps = kThreads / 32;
 // The tiles of pixels of a batch. A 1x1 convolution treats the batch as one row.
 struct TileGrid {
   int height, width;
-  int tiles_down, tiles_across;  // of one image
+  int tiles_down, tiles_across;  // tiles of one image
   int tiles;
   int block_pixels;  // pixels in a tile without its halo; a multiple of 16
   Divisor tiles_of_image, tiles_of_row;
@@ -35,7 +35,7 @@ struct Tile {
   static constexpr int kHaloPixels = (kHeight + 2 * kHalo) * kHaloWidth;
 
   int image;        // index of the image's first pixel
-  int row, column;  // of the tile's first pixel
+  int row, column;  // position of the tile's first pixel
   int height, width;
 
   __device__ Tile(const TileGrid& grid, int index) : height(grid.height), width(grid.width) {

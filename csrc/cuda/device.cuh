@@ -200,7 +200,7 @@ __device__ inline uint32_t to_tf32(float value) {
 
 // The same number, or the canonical NaN for any NaN.
 __device__ inline float with_canonical_nan(float value) {
-  float result;  // in PTX, as nvcc removes products with one
+  float result;  // nvcc would remove the product if it were not in PTX
   asm("mul.rn.f32 %0, %1, 0f3F800000;" : "=f"(result) : "f"(value));
   return result;
 }

@@ -13,7 +13,7 @@ struct GroupStatsParams {
   const T* x;
   int groups, group_channels;
   int lanes;        // threads that merge a group; a power of two
-  GridSums memory;  // of each image [2 * blocks + 2][channels]: sums, means, variances
+  GridSums memory;  // [2 * blocks + 2][channels] per image: sums, means, variances
   float* mean;      // [images, channels]
   float* var;       // [images, channels]
 };
@@ -26,7 +26,7 @@ __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means
   PixelRows threads{};  // a column for each group, a row for each lane
   threads.block_pixels = p.lanes, threads.columns = kThreads / p.lanes;
   const int column = threadIdx.x % threads.columns, lane = threadIdx.x / threads.columns;
-  const double* sums = reinterpret_cast<const double*>(dynamic_shared());  // of sum_over_block
+  const double* sums = reinterpret_cast<const double*>(dynamic_shared());  // left by sum_over_block
   const double inv_channels = 1.0 / p.group_channels;
   for (int begin = 0; begin < p.groups; begin += threads.columns) {
     const int group = begin + column, first = group * p.group_channels;

@@ -26,7 +26,7 @@ struct ImageRows {
 struct ImageGrid {
   PixelRows rows;  // of one image
   int64_t images;
-  dim3 blocks;  // of one image
+  dim3 blocks;  // blocks of one image
 
   // Calls body(images, blocks) for each launch, with as many images as a grid may have.
   template <class Body>

@@ -49,7 +49,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
                                             shared.dy_parts);
 
   const ThreadColumn in(channels, kWidth), out(out_channels, kWidth);
-  // To the first channel: pointers to the thread's own channel would take registers.
+  // Pointers to the first channel; pointers to the thread's own channel would take registers.
   const X* x = static_cast<const X*>(conv.x);
   T* g = static_cast<T*>(conv.g);
   const bool has_step = conv.step.x != nullptr;
@@ -210,7 +210,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
       for (int j = 0; j < kWidth; ++j) sum_g_x[j] *= rstd[j];
     }
   }
-  cp_async_wait<0>();  // for a block without tiles
+  cp_async_wait<0>();  // a block without tiles has not waited
   // From here on shared memory has another layout.
   float* scratch = reinterpret_cast<float*>(memory);
   __syncthreads();

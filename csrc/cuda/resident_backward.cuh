@@ -13,7 +13,7 @@ struct ResidentBackwardUnit {
   const void* weight;  // transposed, [C][taps][K]
   const void* input;
   void* dy;           // memory for the gradient of the unit's output; null for the last unit
-  Accumulators sums;  // of g and of g * xhat
+  Accumulators sums;  // sums of g and of g * xhat
   float eps;
 };
 
@@ -21,7 +21,7 @@ constexpr int kMostBackwardBlocks = 16;
 
 struct ResidentBackward {
   const void* dy;     // gradient of the last block's output
-  void* g;            // of the first unit; null if dx is wanted
+  void* g;            // g of the first unit; null if dx is wanted
   void* dx;           // gradient of the first block's input
   unsigned* arrived;  // zero
   float inv_count;    // 1 / pixels of the batch

@@ -17,12 +17,12 @@ constexpr int kMostForwardBlocks = 256;
 struct ResidentForward {
   const void* x;  // [images, 4C, kSide, kSide], dense in NHWC order, as y
   void* y;
-  const float *mean, *var;  // of x
-  Accumulators sums;        // of values and squares of the outputs of all units, in order
+  const float *mean, *var;  // statistics of x
+  Accumulators sums;        // sums of values and squares of all units' outputs, in order
   unsigned* arrived;        // zero
-  Count pixels;             // of the batch
+  Count pixels;             // pixels of the batch
   int blocks;
-  bool with_statistics;  // of y
+  bool with_statistics;  // whether statistics of y are wanted
   ResidentForwardUnit units[kMostForwardBlocks][kUnits];
 };
 static_assert(sizeof(ResidentForward) <= 32764, "more parameters than a kernel may have");

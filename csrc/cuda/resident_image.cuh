@@ -22,7 +22,7 @@ constexpr int kUnits = 3;  // 1x1 from 4C to C channels, 3x3, and 1x1 from C to 
 template <int C>
 struct ResidentShape {
   static constexpr int kSide = 512 / C, kPixels = kSide * kSide, kWide = 4 * C;
-  static constexpr int kTiles = 64 / C;  // of a warp
+  static constexpr int kTiles = 64 / C;  // tiles of a warp
   static constexpr int kWarps = kPixels / (16 * kTiles), kThreads = 32 * kWarps;
   static constexpr int kHaloSide = kSide + 2;
   // Pixels from one tile of a warp to the next: tiles are above each other if a row has several.
@@ -47,10 +47,10 @@ struct ResidentShape {
 template <class T, int C>
 struct ResidentShared {
   using Shape = ResidentShape<C>;
-  // Of the weights of units 0, 1 and 2.
+  // Rows and pitches of the weights of units 0, 1 and 2.
   static constexpr int kRows0 = C, kRows1 = 9 * C, kRows2 = 4 * C;
   static constexpr int kPitch0 = 4 * C + 32, kPitch1 = C + 8, kPitch2 = C == 64 ? C + 8 : C;
-  static constexpr int kPitch = C + 8;  // of the image with halo
+  static constexpr int kPitch = C + 8;  // pitch of the image with halo
 
   static constexpr int kWeight0 = 0;
   static constexpr int kWeight1 = kWeight0 + kRows0 * kPitch0 * int(sizeof(T));
@@ -259,8 +259,8 @@ struct ResidentImage {
   using Shared = ResidentShared<T, C>;
   using Place = ResidentPlace<T, C>;
   static constexpr int kTiles = Shape::kTiles, kWide = Shape::kWide;
-  static constexpr int kPairs = C / 8;                     // of a lane's narrow channels
-  static constexpr int kGroups = kWide / 32;               // of wide channels; a lane has 8 of each
+  static constexpr int kPairs = C / 8;        // pairs of a lane's narrow channels
+  static constexpr int kGroups = kWide / 32;  // groups of wide channels; a lane has 8 of each
   static constexpr int kAccess = kPairs < 4 ? kPairs : 4;  // pairs that a lane loads at a time
   using Narrow = uint32_t[kTiles][2][kPairs];
   using Sums = float[kTiles][kPairs][4];  // products

@@ -12,7 +12,7 @@ using namespace cuda;
 namespace {
 
 struct ResidentPlan {
-  int side, threads, forward_bytes, backward_bytes;  // of shared memory
+  int side, threads, forward_bytes, backward_bytes;  // bytes of shared memory
   void (*forward)(ResidentForward);
   void (*backward)(ResidentBackward);
 };
@@ -239,7 +239,7 @@ std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMET
     params.arrived = arrived++;
     params.inv_count = static_cast<float>(inv_count);
     params.blocks = int(end - begin);
-    std::vector<Tensor> gradients(kUnits * (end - begin));  // of the outputs of units
+    std::vector<Tensor> gradients(kUnits * (end - begin));  // gradients of the outputs of units
     for (size_t j = gradients.size(); j-- > 0;) {
       const size_t i = kUnits * begin + j;
       const bool is_given = j + 1 == gradients.size();

@@ -12,7 +12,7 @@ struct ResidualAddParams {
   const T* x;
   const T* branch;
   T* y;
-  StatisticsMemory statistics;  // of y as stored
+  StatisticsMemory statistics;  // statistics of y as stored
 };
 
 // y = x + branch, and if kStats its mean and variance.

@@ -16,8 +16,7 @@ struct WeightGradientPartials {
   __host__ __device__ int values() const { return side * side * out_channels * channels; }
 };
 
-constexpr int kPartialsBytes =
-    kThreads * 4 * sizeof(double);  // of shared memory that `add_up` uses
+constexpr int kPartialsBytes = kThreads * 4 * sizeof(double);  // shared memory that `add_up` uses
 
 // Adjacent threads of a block in a row of sums of `width` columns, four columns each: for about 32
 // blocks, each with 32 bytes or more of a row.

@@ -14,21 +14,21 @@ struct PostponedWeightGradient {
   ConvSizes conv;
   ConvDtypes dtypes;
   cuda::NormActConvBackward params;  // without partials
-  std::vector<Tensor> owners;        // of the memory that `params` points to
-  int64_t bytes;                     // of the owners that nothing else keeps alive
-  Tensor conv_weight;                // the gradient
+  std::vector<Tensor> owners;        // owners of the memory that `params` points to
+  int64_t bytes;                     // bytes that only these owners keep alive
+  Tensor conv_weight;                // the weight gradient
 };
 
 struct Workspace {
-  ScalarType dtype;                  // of the convolutions' operands
-  std::vector<const void*> weights;  // of each unit, [K][taps][C] in that dtype
-  std::vector<Tensor> owners;        // of packed weights and of sums
-  Accumulators sums;                 // of all units
+  ScalarType dtype;                  // dtype of products
+  std::vector<const void*> weights;  // [K][taps][C] in that dtype, for each unit
+  std::vector<Tensor> owners;        // owners of packed weights and sums
+  Accumulators sums;                 // sums of all units
   // Whether the last launch on the stream is a kernel of this call that calls
   // `wait_for_predecessors`: weights were packed and sums zeroed before it began.
   bool has_launched = false;
   std::vector<cuda::WeightGradientPartials> partials;  // not added up yet
-  std::vector<Tensor> partials_owners;                 // of their memory
+  std::vector<Tensor> partials_owners;                 // owners of their memory
   int64_t partials_bytes = 0;
   std::vector<PostponedWeightGradient> postponed;
   int64_t postponed_bytes = 0;

@@ -9,7 +9,7 @@ namespace preact_kernels {
 // A BlockRun of kernels/contract.py. Lists have an entry per unit.
 struct BlockRun {
   const std::vector<Tensor>&bn_weights, &bn_biases, &conv_weights;
-  const std::vector<Tensor>&means, &variances;  // of all units, of x alone, or empty
+  const std::vector<Tensor>&means, &variances;  // for all units, for x alone, or empty
   const std::vector<double>& eps;
   size_t units_per_block;
   ScalarType dtype;  // the dtype of products

@@ -33,9 +33,9 @@ inline std::shared_ptr<Workspace> share_workspace(const Tensor& like, std::vecto
 // Statistics of the outputs of units, which have the same number of pixels.
 struct RunStatistics {
   std::shared_ptr<Workspace> workspace;
-  Tensor mean, var;                    // of all units
-  std::vector<Statistics> of_outputs;  // of each unit: parts of mean and var
-  int64_t pixels;                      // of an output
+  Tensor mean, var;                    // statistics of all units
+  std::vector<Statistics> of_outputs;  // parts of mean and var, for each unit
+  int64_t pixels;                      // pixels of an output
 
   RunStatistics(const Tensor& x, std::vector<Unit>& units, const std::vector<Tensor>& conv_weights,
                 const std::vector<bool>& are_wanted)
@@ -66,8 +66,8 @@ struct RunStatistics {
 
 struct RunGradients {
   std::shared_ptr<Workspace> workspace;
-  Tensor sums;                          // of all units
-  std::vector<int64_t> channels;        // of each unit's x; 0 if its sums are not wanted
+  Tensor sums;                          // sums of all units
+  std::vector<int64_t> channels;        // channels of each unit's x; 0 if its sums are not wanted
   std::vector<UnitGradients> of_units;  // their sums are parts of `sums`, [2 * C]
 
   // wanted[i] applies to units[i]; further units have no gradients. The workspace packs `operands`.

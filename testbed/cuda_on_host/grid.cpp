@@ -399,7 +399,7 @@ class Grid {
 class Stream {
  public:
   void launch(std::unique_ptr<Grid> next) {
-    const auto owners = std::move(owners_);  // of memory that the held launch may use
+    const auto owners = std::move(owners_);  // the held launch may use their memory
     owners_.clear();
     const std::unique_ptr<Grid> ahead = std::move(held_);
     if (next && ahead && next->start_early()) ++settings.early_starts;
@@ -509,7 +509,7 @@ struct Location {
 };
 struct Type {
   uint16_t kind, info;
-  char name[1];  // in quotes
+  char name[1];  // quoted
 };
 struct Mismatch {
   Location location;

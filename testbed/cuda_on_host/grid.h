@@ -27,7 +27,7 @@ struct Site {
 struct Position {
   dim3 thread, block, threads, blocks;
   unsigned linear;        // index of the thread in its block
-  unsigned char* shared;  // of the block
+  unsigned char* shared;  // shared memory of the block
 };
 extern thread_local const Position* position;
 
@@ -79,10 +79,9 @@ void wait_for_copies(size_t groups);  // until at most the newest groups are in 
 void launch(const Launch& launch, std::function<void()> kernel);
 
 // The stream of the host thread.
-void synchronize();    // runs all launches
-void drop_launches();  // drops launches that have not run
-bool is_idle();        // whether all launches have run
-void keep(
-    std::shared_ptr<void> owner);  // of memory that a GPU would free in the order of the stream
+void synchronize();                      // runs all launches
+void drop_launches();                    // drops launches that have not run
+bool is_idle();                          // whether all launches have run
+void keep(std::shared_ptr<void> owner);  // keeps memory that a GPU would free in stream order
 
 }  // namespace cuda_on_host

@@ -91,7 +91,7 @@ PK_OUTLINE void transform_pixels(const A* in, int64_t pitch, int64_t channels, i
   };
   for (int64_t c = 0; c < channels; c += kLanes<A>) {
     const A* from = in + c;
-    Vector<A> columns[4][4];  // of the tile, transformed
+    Vector<A> columns[4][4];  // transformed columns of the tile
     const auto next_column = [&](int s) PK_LAMBDA {
       const Vector<A> d[4] = {load(from), load(from + pitch), load(from + 2 * pitch),
                               load(from + 3 * pitch)};
@@ -234,7 +234,7 @@ struct TileRange {
 
   int64_t tiles() const { return rows * columns; }
   int64_t image(int64_t i) const { return (first_row + i) / image_rows; }
-  int64_t row(int64_t i) const { return (first_row + i) % image_rows; }  // of its image
+  int64_t row(int64_t i) const { return (first_row + i) % image_rows; }  // row in its image
 };
 
 // Calls body(range) for ranges of at most `most` tiles that cover images of `image_rows` rows of

@@ -34,7 +34,7 @@ struct Turns {
   }
 };
 
-thread_local Turns* turns = nullptr;  // of the loop that this thread is in
+thread_local Turns* turns = nullptr;  // turns of the loop that this thread runs
 thread_local int self = 0;
 
 }  // namespace
