@@ -273,7 +273,7 @@ struct OutputGradient {
   const InputGradient<Accumulate<T>>* coefficients;
 };
 
-// The arguments that all strips of a forward share.
+// The arguments that all strips of a pass share.
 template <class T>
 struct ConvForward {
   const ConvSizes& conv;
@@ -284,7 +284,6 @@ struct ConvForward {
   T* y;
 };
 
-// The arguments that all strips of a backward share.
 template <class T>
 struct ConvBackward {
   const ConvSizes& conv;

@@ -1,11 +1,11 @@
-// Norm and activation of tensors in NCHW order: a plane of pixels for each image and channel.
+// The launchers of host/launch.h for tensors in NCHW order: a plane of pixels for each image and
+// channel.
 #pragma once
 
 #include "../host/launch.h"
 
 namespace preact_kernels {
 
-// The launchers of host/launch.h for planar tensors.
 void launch_planes_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x);
 void launch_planes_group_stats(const Activation& size, const Tensor& x, int64_t groups,
                                const Statistics& of_x);

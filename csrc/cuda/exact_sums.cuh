@@ -4,7 +4,8 @@
 // A sum is six words. Words 0 to 4 count units of 2^-96, 2^-48, ... 2^96: a float64 is split into
 // integers of 48 bits, and each is added to its word with wraparound, which leaves 15 bits for the
 // number of additions. Values below the lowest unit (1e-29) are lost; 2^143 and above, which
-// squares of float32 do not reach, is infinite. Word 5 counts additions that are not finite.
+// squares of float32 do not reach, is infinite. Word 5 counts additions that are not finite. A
+// channel has sums 0 and 1.
 #pragma once
 
 #include "../args.h"
@@ -17,7 +18,7 @@ constexpr int kSumParts = 5, kSumWords = kSumParts + 1, kSumBits = 48;
 // Word 5 holds three counts.
 constexpr uint64_t kOneNaN = 1, kOnePositive = uint64_t(1) << 21, kOneNegative = uint64_t(1) << 42;
 
-// Adds to sum `value`, 0 or 1, of a channel.
+// Adds to sum `value` of a channel.
 __device__ inline void add_exact(const Accumulators& sums, int channel, int value, double added) {
   constexpr double kUnits[] = {0x1p-96, 0x1p-48, 1, 0x1p48, 0x1p96};
   constexpr double kUnitsInOne[] = {0x1p96, 0x1p48, 1, 0x1p-48, 0x1p-96};
@@ -56,7 +57,6 @@ struct ExactSum {
   int64_t parts[kSumParts];
   uint64_t counts;
 
-  // The sum `value`, 0 or 1, of a channel.
   __device__ void load(const Accumulators& sums, int channel, int value) {
     const uint64_t* words = sums.words + value * sums.second + channel;
 #pragma unroll
@@ -92,7 +92,6 @@ __device__ inline double read_exact(ExactSum of) {
   return sum;
 }
 
-// The sum `value`, 0 or 1, of a channel.
 __device__ inline double read_exact(const Accumulators& sums, int channel, int value) {
   ExactSum sum;
   sum.load(sums, channel, value);

@@ -120,7 +120,6 @@ inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, boo
   return found;
 }
 
-// Tensors that the forward kept.
 struct BlockRunInputs {
   // Inputs of all units, except the first units of blocks that are not in `kept_blocks`. Those
   // inputs are rebuilt as y - F(x), where y is the block's output.

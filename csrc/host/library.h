@@ -8,7 +8,6 @@
 
 namespace preact_kernels {
 
-// Defines the ops that both libraries have with the same schema.
 template <class Library>
 void define_ops(Library& m) {
   m.def("bn_stats(Tensor x) -> (Tensor, Tensor)");

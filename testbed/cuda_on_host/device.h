@@ -181,7 +181,6 @@ int tiles_of(const Params&, long) {
 
 enum class LaunchKind { kPlain, kDependent, kCooperative };
 
-// Runs kernel(params) on a grid of `blocks` blocks.
 template <class Params>
 void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t, const Params& params,

@@ -182,14 +182,12 @@ class Block {
     }
   }
 
-  // Lets other threads and other blocks run before the current thread goes on.
   void yield() {
     has_yielded = true;
     ready_.push_back(current);
     current->fiber.suspend();
   }
 
-  // Waits for all threads of the block, and returns whether any of them voted.
   int barrier(int vote, Site site) {
     if (finished_) fail("a barrier that some threads do not reach, at " + text(site));
     if (at_barrier_.empty()) {
@@ -212,7 +210,6 @@ class Block {
     return self->vote;
   }
 
-  // Waits for the lanes of a warp. The last one calls `body` with the operands of all.
   void collective(const char* name, Site site, void* own, void (*body)(void**, const void*),
                   const void* context) {
     Warp& warp = warps_[current->position.linear / kLanes];
@@ -243,7 +240,6 @@ class Block {
     std::abort();
   }
 
-  // Fails unless `pointer` is aligned to `bytes`, and points to as many bytes of shared memory.
   void check_shared(const void* pointer, size_t bytes, const char* what) {
     const auto at = static_cast<const unsigned char*>(pointer);
     const unsigned char* shared = current->position.shared;
@@ -407,15 +403,12 @@ class Stream {
     held_ = std::move(next);
   }
 
-  // Runs all launches.
   void synchronize() { launch(nullptr); }
 
-  // Drops launches that have not run.
   void clear() { held_.reset(), owners_.clear(); }
 
   bool is_idle() const { return held_ == nullptr; }
 
-  // Keeps memory that the host frees now and a GPU would free in the order of the stream.
   void keep(std::shared_ptr<void> owner) { owners_.push_back(std::move(owner)); }
 
  private:
