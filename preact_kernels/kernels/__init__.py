@@ -1,1 +1,1 @@
-"""The backends. Each offers the functions that `reference` lists, under the same names."""
+"""The backends. Each implements `contract.Kernels`; `reference` is the specification."""

@@ -6,20 +6,19 @@ Names and shapes, here and in every backend:
   gradient of an output, `g` the gradient of `p`.
 - Statistics, parameters of norms and sums are in the statistics dtype (`statistics_dtype`).
 - `xhat = (x - mean) * rsqrt(var + eps)`, `p = xhat * weight + bias`, rounded to the dtype of `x`,
-  `a = act(p)`, and `g = da * act'(p)`. PyTorch's formula of each activation decides what becomes of
-  a NaN in `p`.
-- Mean, variance, weight and bias are `[C]`, the same for all images, or `[N, C]`, a row for each
-  image. Each of the four may be either. A norm *has rows* if any of them is `[N, C]`.
+  `a = act(p)`, and `g = da * act'(p)`. A NaN in `p` gives what PyTorch's activation gives.
+- Mean, variance, weight and bias are each `[C]`, the same for all images, or `[N, C]`, a row for
+  each image. A norm *has rows* if any of the four is `[N, C]`.
 - `sums` is `[2, C]`: `sum(g)` and `sum(g * xhat)` over all pixels; `[2, N, C]` over the pixels of
   each image if the norm has rows. They are the gradients of bias and weight.
 - The gradient of a norm's input is the affine step `A*g + B*x + C`, per channel, with
   `A = weight * rstd`, `B = -A * rstd * sums[1] * inv_count` and
   `C = -A * sums[0] * inv_count - B * mean`. `inv_count` is one over the samples per channel. It
   is 0 in evaluation mode, where mean and variance are constants and `x` is not read.
-- The sums of an affine step whose norm has rows, `[2, N, C]`, are *pooled*: those of `weight * g`,
-  averaged over what shares the statistics. The norm of a step may lack its bias, so the dimensions
-  of the sums say whether it has rows. There
-  `B = -rstd^2 * sums[1] * inv_count` and `C = -rstd * sums[0] * inv_count - B * mean`.
+- If the norm of an affine step has rows, its sums `[2, N, C]` are *pooled*: sums of `weight * g`,
+  averaged over the values that share statistics. Then `B = -rstd^2 * sums[1] * inv_count` and
+  `C = -rstd * sums[0] * inv_count - B * mean`. Only the dimensions of the sums tell whether the
+  norm has rows, as the norm of a step may lack its bias.
 """
 
 from abc import abstractmethod
@@ -39,12 +38,12 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pixels_of(x: Tensor) -> int:
-    """Pixels of `[N, C, ...]`, over the batch: the samples of each channel."""
+    """Samples of each channel of `x [N, C, ...]`: its pixels over the batch."""
     return samples_of(x.shape)
 
 
 def samples_of(shape: Sequence[int]) -> int:
-    """Samples of each channel of an activation of this shape `[N, C, ...]`."""
+    """Samples of each channel of a tensor of shape `[N, C, ...]`."""
     count = shape[0]
     for size in shape[2:]:
         count = count * size
@@ -52,14 +51,14 @@ def samples_of(shape: Sequence[int]) -> int:
 
 
 class Activation(NamedTuple):
-    """An elementwise function, by the name of `ACTIVATIONS`."""
+    """An elementwise function: a name of `ACTIVATIONS`, and its parameter."""
 
     name: str
-    parameter: float = 0.0  # see `ACTIVATIONS`
+    parameter: float = 0.0
 
 
-# The activations, with the default of their parameter: the negative slope of leaky_relu, alpha of
-# elu, beta of softplus (threshold 20). The others have none. gelu_tanh is `F.gelu` with
+# Activations and the default of their parameter: the negative slope of leaky_relu, alpha of elu,
+# beta of softplus (threshold 20). The others have no parameter. gelu_tanh is `F.gelu` with
 # `approximate="tanh"`.
 ACTIVATIONS = {
     "relu": 0.0,
@@ -80,7 +79,7 @@ RELU = Activation("relu")
 
 
 class Conv(NamedTuple):
-    """Geometry of a convolution, in pixels: height and width, or depth, height and width."""
+    """Geometry of a convolution: pixels along height and width, or depth, height and width."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -88,10 +87,7 @@ class Conv(NamedTuple):
     groups: int
 
     def output_shape(self, shape: Sequence[int], weight_shape: Sequence[int]) -> list[int]:
-        """`[N, K, H', W']` for an input of `shape` and a weight `[K, C / groups, R, S]`.
-
-        Likewise with three dimensions of an image.
-        """
+        """`[N, K, H', W']` for an input of `shape` and a weight `[K, C / groups, R, S]`; or 3d."""
         sizes = []
         for axis, (stride, padding, dilation) in enumerate(zip(*self[:3], strict=True), 2):
             read = shape[axis] + 2 * padding - dilation * (weight_shape[axis] - 1) - 1
@@ -100,10 +96,10 @@ class Conv(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Everything about `y = conv(act(norm(x))) [+ conv_bias] [+ residual]` but its values.
+    """Shapes, dtypes and options of `y = conv(act(norm(x))) [+ conv_bias] [+ residual]`.
 
-    `dtype` is what the convolution multiplies in, and the dtype of `g`. The other dtypes differ
-    from it where the residual stream or the weights are float32 and the products in half precision.
+    `dtype` is the dtype of the convolution's products, and of `g`. The other dtypes differ from it
+    where the residual stream or the weights are float32 and the products in half precision.
     """
 
     weight_shape: Sequence[int]  # [K, C / groups, R, S]
@@ -114,9 +110,9 @@ class Unit(NamedTuple):
     y_dtype: torch.dtype  # also of the residual, and of the gradient of y
     weight_dtype: torch.dtype
     uses_batch: bool = True  # normalise with the statistics of the batch
-    process_group: object = None  # spreads the batch; kernels do not read it
+    process_group: object = None  # shares the batch statistics; kernels do not read it
     activation: Activation = RELU
-    has_rows: bool = False  # whether the norm has rows
+    has_rows: bool = False  # of the norm
 
 
 class Statistics(NamedTuple):
@@ -127,10 +123,9 @@ class Statistics(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """What normalises and activates a tensor.
+    """Normalisation and activation of a tensor.
 
-    The tensors are `[C]`, or `[N, C]` with a row for each image, contiguous, in the statistics
-    dtype.
+    The tensors are `[C]` or `[N, C]`, contiguous, in the statistics dtype.
     """
 
     mean: Tensor
@@ -149,17 +144,17 @@ class Norm(NamedTuple):
 
 
 class AffineStep(NamedTuple):
-    """The step `[skip +] A*g + B*x + C` from `g` to the gradient of a batch norm's input."""
+    """The step `[skip +] A*g + B*x + C` from `g` to the gradient of a norm's input."""
 
     skip: Tensor | None  # a gradient to add, shaped like x
-    x: Tensor  # the input of the batch norm
+    x: Tensor  # the input of the norm
     norm: Norm
     sums: Tensor  # pooled if the norm has rows
     inv_count: float
 
 
 class Gradient(NamedTuple):
-    """A gradient: `g` itself, or, with a deferred step, what the step makes of `g`.
+    """A gradient: `g` itself, or, with a deferred step, the result of the step.
 
     The kernel that consumes the gradient evaluates the step as it loads.
     """
@@ -177,7 +172,7 @@ class Inputs(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What `norm_act_conv_forward` does with the result of the convolution, in this order."""
+    """Operations of `norm_act_conv_forward` after the convolution, in this order."""
 
     conv_bias: Tensor | None = None  # [K], added
     residual: Tensor | None = None  # shaped like y, added
@@ -188,14 +183,14 @@ NO_EPILOGUE = Epilogue()
 
 
 class Output(NamedTuple):
-    """A tensor, and the statistics of its stored values where they were asked for."""
+    """A tensor, and the statistics of its stored values if requested."""
 
     y: Tensor
     statistics: Statistics | None
 
 
 class Wanted(NamedTuple):
-    """Which results of `norm_act_conv_backward` the caller asks for."""
+    """The results of `norm_act_conv_backward` to compute."""
 
     input: bool  # g and its sums
     weight: bool  # the gradient of the convolution's weight
@@ -203,7 +198,7 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Results of `norm_act_conv_backward`; None where `Wanted` says no."""
+    """Results of `norm_act_conv_backward`; None unless `Wanted`."""
 
     g: Tensor | None
     sums: Tensor | None
@@ -220,23 +215,23 @@ class Parameters(NamedTuple):
 
 
 class BlockRun(NamedTuple):
-    """Consecutive blocks `y = x + F(x)` without projections that differ only in their values.
+    """Consecutive blocks `y = x + F(x)` without projections, with equal units.
 
-    `serves` holds for all their units, which have stride 1 and no process group.
+    `serves` holds for all units, which have stride 1 and no process group.
     """
 
-    units: Sequence[Unit]  # the units of each block
-    parameters: Sequence[Parameters]  # one for every unit of every block
-    eps: Sequence[float]  # likewise
-    # One for the input of every unit; None where the forward computes the statistics of the batch.
+    units: Sequence[Unit]  # of each block
+    parameters: Sequence[Parameters]  # one for each unit of each block
+    eps: Sequence[float]  # one for each unit of each block
+    # Statistics of the input of each unit; None: the forward computes them from the batch.
     statistics: Sequence[Statistics | None]
 
 
 class RunWanted(NamedTuple):
-    """Which results of `block_run_forward` the caller asks for."""
+    """The results of `block_run_forward` to return."""
 
-    statistics: bool  # the statistics of the output
-    block_inputs: Sequence[bool]  # for every block, the input of its first unit
+    statistics: bool  # of the output
+    block_inputs: Sequence[bool]  # for each block, the input of its first unit
     unit_inputs: bool  # the inputs of all other units
 
 
@@ -244,34 +239,32 @@ class BlockRunOutput(NamedTuple):
     """Results of `block_run_forward`."""
 
     y: Tensor
-    statistics: Statistics | None  # statistics of y
-    unit_statistics: list[Statistics]  # one for the input of every unit
-    inputs: list[Tensor | None]  # the input of every unit; None where not wanted
+    statistics: Statistics | None  # of y
+    unit_statistics: list[Statistics]  # of the input of each unit
+    inputs: list[Tensor | None]  # of each unit; None where not wanted
 
 
 class BlockRunGradients(NamedTuple):
     """Results of `block_run_backward`."""
 
-    x: Gradient  # gradient of the first block's input, with a deferred step
-    parameters: list[Parameters]  # the gradients of every unit
+    x: Gradient  # of the first block's input, with a deferred step
+    parameters: list[Parameters]  # of each unit
 
 
 class Kernels(Protocol):
     """The functions of a backend. `preact_kernels.kernels.reference` specifies each of them."""
 
-    # Whether statistics, `norm_act_forward`, `norm_act_backward` and `norm_input_gradient` take
-    # tensors in NCHW order too, and then return them so.
+    # Whether statistics, `norm_act_forward`, `norm_act_backward` and `norm_input_gradient` also
+    # take tensors in NCHW order, and return results in the same order.
     serves_planes: bool = False
-    # Whether all but `norm_act_conv_*` and `running_stats_update` refuse what they cannot read.
+    # Whether all but `norm_act_conv_*` and `running_stats_update` check their arguments.
     checks_arguments: bool = False
 
     @abstractmethod
     def serves(self, unit: Unit, pixels: int | None = None) -> bool:
         """Whether `norm_act_conv_*` run a fused kernel, not PyTorch's convolution.
 
-        Args:
-            unit: the unit.
-            pixels: pixels of the input, over the batch; None asks whether any number is served.
+        `pixels` counts the pixels of the input, over the batch; None: whether any number is served.
         """
 
     @abstractmethod
@@ -289,8 +282,8 @@ class Kernels(Protocol):
         """Mean and variance of each image and group of `C / groups` channels.
 
         Returns:
-            `[N, C]` each, equal for the channels of a group. Of a constant group the mean is its
-            value, exactly. A row depends on its image alone, bit for bit.
+            `[N, C]` each, equal for the channels of a group. The mean of a constant group is its
+            value, exactly. A row depends only on its image, bit for bit.
         """
 
     @abstractmethod
@@ -301,16 +294,14 @@ class Kernels(Protocol):
     def norm_act_backward(
         self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool
     ) -> tuple[Tensor | None, Tensor]:
-        """`g = dy * act'(p)` in the dtype of `x`, None unless `with_g`; and its sums."""
+        """`g = dy * act'(p)` in the dtype of `x`, or None unless `with_g`; and its sums."""
 
     @abstractmethod
     def norm_input_gradient(self, gradient: Gradient, activated: bool = False) -> Tensor:
-        """The whole gradient, in the dtype of the step's `x`.
+        """The result of the gradient's deferred step, in the dtype of the step's `x`.
 
-        Args:
-            gradient: has a deferred step.
-            activated: `gradient.g` is `dy`, and `g = dy * act'(p)` for the norm of the step,
-                without `skip`.
+        If `activated`, `gradient.g` is `dy`, `g = dy * act'(p)` for the norm of the step, and the
+        step has no `skip`.
         """
 
     @abstractmethod
@@ -330,14 +321,14 @@ class Kernels(Protocol):
         """
 
     def dropout_bits(self, drawn: Tensor) -> Tensor:
-        """Returns bits, eight in a byte from the lowest on: whether each value is not 0.
+        """Packs `drawn != 0` into bytes, eight values to a byte, lowest bit first.
 
-        `drawn` is contiguous; bits of the last byte that no value has are 0.
+        `drawn` is contiguous. Unused bits of the last byte are 0.
         """
         return dropout_bits(drawn)
 
     def dropout(self, values: Tensor, mask: Mask) -> Tensor:
-        """`values`, `[N, C, ...]` in NHWC order, with dropout; overwrites them."""
+        """Applies dropout to `values`, `[N, C, ...]` in NHWC order, in place."""
         return dropout(values, mask)
 
     def nhwc(self, t: Tensor) -> Tensor:
@@ -364,12 +355,12 @@ class BlockKernels(Kernels, Protocol):
     def block_run_backward(
         self, run: BlockRun, dy: Gradient, inputs: Sequence[Tensor | None], y: Tensor | None
     ) -> BlockRunGradients:
-        """Every gradient of the blocks.
+        """Gradients of all parameters, and of the first block's input.
 
         Args:
             run: the blocks, with the statistics of all units.
             dy: gradient of the last block's output.
-            inputs: the input of every unit; None for the first of a block whose input is rebuilt
-                from its output, `x = y - F(x)`, by one more call of its last convolution.
-            y: output of the last block; None where the input of that block is kept.
+            inputs: the input of each unit. None for the first unit of a block: its input is rebuilt
+                from the block's output, `x = y - F(x)`, by running the last convolution again.
+            y: output of the last block; None if the input of that block is kept.
         """

@@ -1,8 +1,8 @@
-"""The CPU backend: loads the compiled library when it is first asked for.
+"""The CPU backend: loads the compiled library at its first use.
 
-Its direct convolutions serve an odd kernel with padding of half its size, one group, and channels
-that fill vectors. A strided 1x1 convolution, such as a projection, is here one of stride 1 on the
-pixels that it reads. Large weights are left to PyTorch where it is faster.
+Its direct convolutions serve odd kernels with padding of half the kernel size, one group, and
+channels that fill vectors. A strided 1x1 convolution, such as a projection, runs with stride 1 on
+the pixels that it reads. Convolutions with large weights run in PyTorch where it is faster.
 """
 
 import functools
@@ -28,30 +28,28 @@ from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.layout import CHANNELS_LAST, nchw, nhwc
 from preact_kernels.kernels.native import NativeKernels, load_library
 
-# With larger activations, the direct convolutions win where the activations have this many times as
-# many elements as the weight, for each thread: every thread sums a weight gradient of its own. By
-# the lanes of a vector. AVX-512 was measured on two cores of Zen 5, in networks. On AVX2, with 1, 2
-# and 4 threads on two cores of an EPYC, they won with any number of activations in half precision,
-# and nearly so in float32; its factor is an estimate that leaves many threads to PyTorch.
+# Beyond `ConvLimits.few_activations`, a direct convolution is faster if the activations have at
+# least this many elements per weight and thread, by lanes of a vector: each thread sums its own
+# weight gradient. The factors for AVX-512 were measured in networks on two cores of Zen 5. On AVX2,
+# with 1, 2 and 4 threads on two cores of an EPYC, the direct convolutions always won in half
+# precision and nearly always in float32, where the factor is an estimate for many threads.
 _ACTIVATIONS_PER_WEIGHT = {
     16: {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05},
     8: {torch.float32: 0.05, torch.bfloat16: 0.0, torch.float16: 0.0},
 }
-# On AVX2, float32 1x1 weights with more elements are PyTorch's with larger activations.
+# Beyond `ConvLimits.few_activations` on AVX2, PyTorch runs float32 1x1 weights with more elements.
 _MOST_POINTWISE_WEIGHTS = 512 * 1024
-# Elements from which the library converts a tensor between NCHW and NHWC: below, PyTorch's copy on
-# one thread is faster.
+# PyTorch's copy between NCHW and NHWC on one thread is faster for tensors with fewer elements.
 _LEAST_CONVERTED = 64 * 1024
 
 
 class ConvLimits(NamedTuple):
-    """Limits of the library's direct convolutions, in elements where nothing else is said."""
+    """Limits of the library's direct convolutions; sizes are in elements."""
 
     most_taps: int
-    # Up to here the direct convolutions win on every instruction set.
-    small_weight: int
-    # Larger weights are read once for all pixels where the activations before and after the
-    # convolution are at most this large, and at most this many times as large as the weight.
+    small_weight: int  # up to this size, direct convolutions win on every instruction set
+    # Larger weights are read once for all pixels if the activations before and after the
+    # convolution have at most this many elements, and at most this many per weight.
     few_activations: int
     few_activations_per_weight: int
 
@@ -63,7 +61,7 @@ class CPUKernels(NativeKernels):
 
     @functools.cached_property
     def instruction_set(self) -> str:
-        """What the kernels run on here: the best of this machine, or PREACT_KERNELS_CPU_ISA."""
+        """The instruction set in use: PREACT_KERNELS_CPU_ISA, or the best of this machine."""
         return self._ops.instruction_set()
 
     @functools.cached_property
@@ -75,7 +73,7 @@ class CPUKernels(NativeKernels):
         return ConvLimits(*self._ops.conv_limits())
 
     def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        """Whether the direct convolutions serve a unit, on any number of pixels if None."""
+        """See `Kernels.serves`."""
         out_channels, in_channels, kernel_h, kernel_w = unit.weight_shape
         stride, padding, dilation, groups = unit.conv
         taps = kernel_h * kernel_w
@@ -134,8 +132,8 @@ class CPUKernels(NativeKernels):
         if max(unit.conv.stride) == 1 or not _skips_pixels(unit):
             return super().norm_act_conv_backward(unit, dy, inputs, wanted)
         x, norm, _ = inputs
-        # A pixel that is not read adds 0 * xhat to the gradient of bn_weight: NaN where x is not
-        # finite. PyTorch's convolution then computes all terms.
+        # In PyTorch a pixel that the convolution skips adds 0 * xhat to the gradient of bn_weight:
+        # NaN if x is not finite there. PyTorch's convolution computes these terms.
         if wanted.input and not math.isfinite(x.sum(dtype=norm.mean.dtype)):
             return pytorch_conv.norm_act_conv_backward(self, unit, dy, inputs, wanted)
         dense, read = _read_pixels(unit, inputs)
@@ -174,7 +172,7 @@ class CPUKernels(NativeKernels):
 
     @staticmethod
     def _transposes(t: Tensor, is_other_format: bool) -> bool:
-        """Whether the library converts a tensor: PyTorch's copy is slow for large ones."""
+        """Whether to convert a tensor in the library; PyTorch's copy is slow for large ones."""
         has_one_order = min(t.shape[1], math.prod(t.shape[2:])) <= 1
         is_large = t.numel() >= _LEAST_CONVERTED and t.dtype.itemsize in (2, 4)
         return is_other_format and is_large and not has_one_order
@@ -184,7 +182,7 @@ class CPUKernels(NativeKernels):
     ) -> None:
         """See `Kernels`."""
         for t in running:
-            # No op takes negative views of what it writes.
+            # The op refuses negative views, as it writes to them.
             if t.dtype != torch.float32 or not t.is_contiguous() or t.is_neg():
                 super().running_stats_update(running, batch, momentum)
                 return
@@ -202,7 +200,7 @@ def _skips_pixels(unit: Unit) -> bool:
 
 
 def _steps(unit: Unit, x: Tensor) -> tuple[int, int]:
-    """The stride; one longer than the image reads the same pixels."""
+    """The stride, at most the image size, which reads the same pixels."""
     step_h, step_w = unit.conv.stride
     return min(step_h, x.shape[2]), min(step_w, x.shape[3])
 
@@ -215,7 +213,7 @@ def _read_pixels(unit: Unit, inputs: Inputs) -> tuple[Unit, Inputs]:
 
 
 def load_error() -> str:
-    """Loads the library. Returns why it is not available, or an empty string."""
+    """Loads the library. Returns the error, or an empty string."""
     return load_library("_cpu.so")
 
 

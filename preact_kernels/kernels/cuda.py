@@ -1,7 +1,6 @@
-"""The CUDA backend: loads the compiled library when it is first asked for.
+"""The CUDA backend: loads the compiled library at its first use.
 
-It has fused convolutions for narrow channels (`serves`). Which shapes those serve follows from
-what they hold on chip.
+Its fused convolutions serve few channels: their operands must fit in shared memory and registers.
 """
 
 import ctypes
@@ -31,23 +30,25 @@ from preact_kernels.kernels.contract import (
 )
 from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
 
-# The most pixels of a batch for which a convolution is fused, by side of the kernel and channels;
-# any number where there is no entry. A larger one is PyTorch's, behind a fused batch norm and ReLU.
+# Most pixels of a batch for which a convolution is fused, by kernel height and output channels; no
+# limit without an entry. Beyond it, PyTorch's convolution follows a fused batch norm and ReLU.
 # Estimated, not measured: a 3x3 kernel of 64 channels takes 3,070 cycles of a multiprocessor for 64
-# pixels (0.21 ns a pixel on an H200), PyTorch's way 640 bytes a pixel (0.15 ns) and two launches.
+# pixels (0.21 ns per pixel on an H200); PyTorch's convolution moves 640 bytes per pixel (0.15 ns)
+# and takes two launches.
 MOST_PIXELS = {(3, 64): 2**16}
 
-# Whether runs of bottlenecks take few launches, where the library has kernels for them
-# (csrc/cuda/resident_image.cuh). Off until they have been measured on a GPU.
+# Whether runs of bottlenecks use the kernels in csrc/cuda/resident_image.cuh, which take few
+# launches. Off until they have been measured on a GPU.
 RESIDENT_RUNS = os.environ.get("PREACT_KERNELS_RESIDENT_RUNS") == "1"
 
-# How messages of PyTorch's two allocators begin; the second is `backend:cudaMallocAsync`.
+# Beginnings of the messages of PyTorch's allocators: native and `backend:cudaMallocAsync`.
 _OUT_OF_MEMORY = ("CUDA out of memory", "Allocation on device ")
-# With torch 2.11 the library is not told what failed: the end of its message (csrc/host/tensors.h).
+# End of the library's message with torch 2.11, which does not say what failed
+# (csrc/host/tensors.h): out of memory, or another error.
 _OR_ANOTHER_ERROR = "PyTorch has printed what failed."
 
 LIBRARY = "_cuda.so"
-OLDEST_CAPABILITY = (8, 0)  # the oldest that setup.py compiles for
+OLDEST_CAPABILITY = (8, 0)  # as in setup.py
 
 
 def _may_round_to_tf32() -> bool:
@@ -60,12 +61,13 @@ class CUDAKernels(NativeKernels):
     """The compiled CUDA library."""
 
     def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        """Whether the fused convolutions serve a unit.
+        """See `Kernels.serves`.
 
-        They serve 1x1 with 16, 32, ... 256 channels and 3x3 with 16, 32 or 64 (float32: 16 or 32),
-        stride 1, where the GPU has enough shared memory and `MOST_PIXELS` allows it; float32 only
-        where PyTorch may use TF32, as they do. With products in half precision, weights may be
-        float32, and so may one of x and y, which takes more shared memory.
+        The fused convolutions serve 1x1 with 16, 32, ... 256 channels and 3x3 with 16, 32 or 64
+        (float32: 16 or 32), stride 1, if the GPU has enough shared memory and `MOST_PIXELS` allows
+        it. They use TF32 for float32, so they serve it only if PyTorch may use TF32. With products
+        in half precision, weights may be float32, and so may one of x and y, which takes more
+        shared memory.
         """
         stride, padding, dilation, groups = unit.conv
         kernel_h, kernel_w = unit.weight_shape[2:]
@@ -93,7 +95,7 @@ class CUDAKernels(NativeKernels):
     def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
-        """See `Kernels`. The fused kernels add no bias."""
+        """See `Kernels`. A unit with a bias runs in `pytorch_conv`."""
         if epilogue.conv_bias is not None:
             return pytorch_conv.norm_act_conv_forward(self, unit, inputs, epilogue)
         return super().norm_act_conv_forward(unit, inputs, epilogue)
@@ -104,17 +106,17 @@ class CUDAKernels(NativeKernels):
         return self._ops.resident_run_is_served.default(x, *described)
 
     def _run_forward(self, run: BlockRun, x: Tensor) -> Any:
-        """The op for `block_run_forward`: a resident run takes no statistics but those of `x`."""
+        """The op for `block_run_forward`. A resident run takes only the statistics of `x`."""
         if RESIDENT_RUNS and not any(run.statistics[1:]) and self._is_resident(run, x, False):
             return self._ops.resident_run_forward.default
         return super()._run_forward(run, x)
 
     def _run_backward(self, run: BlockRun, dy: Gradient, kept: Sequence[Tensor]) -> Any:
-        """The op for `block_run_backward`: a resident run rebuilds no inputs, in one dtype."""
+        """The op for `block_run_backward`. A resident run needs all inputs, and has one dtype."""
         if (
             RESIDENT_RUNS
             and len(kept) == len(run.parameters)
-            and kept[0].dtype == dy.g.dtype  # the stream's and the products'
+            and kept[0].dtype == dy.g.dtype  # dtypes of the residual stream and of the products
             and run.units[0].uses_batch
             and self._is_resident(run, dy.g, True)
         ):
@@ -124,7 +126,7 @@ class CUDAKernels(NativeKernels):
     def norm_act_conv_backward(
         self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
     ) -> Gradients:
-        """See `Kernels`. The fused kernels evaluate no step with rows."""
+        """See `Kernels`. The fused kernels do not evaluate steps with rows."""
         if dy.step is None or dy.step.sums.dim() == 2:
             return super().norm_act_conv_backward(unit, dy, inputs, wanted)
         whole = pytorch_conv.whole_gradient(self, dy)
@@ -135,7 +137,7 @@ class CUDAKernels(NativeKernels):
 
 
 def _takes_work() -> bool:
-    """Whether the current stream runs kernels: not after an error, and not in a capture."""
+    """Whether the current stream runs kernels: no error has occurred, and it does not capture."""
     try:
         if torch.cuda.is_current_stream_capturing():
             return False
@@ -146,9 +148,9 @@ def _takes_work() -> bool:
 
 
 class LibraryOps:
-    """The ops of the library; where memory runs out they raise what PyTorch raises.
+    """The ops of the library; out of memory, they raise `torch.OutOfMemoryError`.
 
-    A library built for every version of PyTorch can raise no error but `RuntimeError`.
+    The stable ABI of PyTorch lets the library raise only `RuntimeError`.
 
     Args:
         ops: a namespace of `torch.ops`.
@@ -158,7 +160,7 @@ class LibraryOps:
         self._ops = ops
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a copy before it has any
+        if name.startswith("_"):  # `copy` asks before `_ops` is set
             raise AttributeError(name)
         op = getattr(self._ops, name).default
 
@@ -173,7 +175,7 @@ class LibraryOps:
                     raise
                 raise torch.OutOfMemoryError(message) from None
 
-        setattr(self, name, types.SimpleNamespace(default=call))  # once for each op
+        setattr(self, name, types.SimpleNamespace(default=call))
         return getattr(self, name)
 
 
@@ -185,18 +187,18 @@ def _fits_shared_memory(
     device: torch.device,
     with_stream: bool,
 ) -> bool:
-    with torch_compat.without_dispatch_modes_above(0):  # fake tensors among them
+    with torch_compat.without_dispatch_modes_above(0):  # such as FakeTensorMode
         weight = torch.empty(shape, dtype=dtype, device=device)
         return ops.norm_act_conv_is_served.default(weight, with_stream)
 
 
 def load_error() -> str:
-    """Loads the library. Returns why it is not available, or an empty string."""
+    """Loads the library. Returns the error, or an empty string."""
     return gpu_refusal() or library_error()
 
 
 def library_error() -> str:
-    """Why the library is not available, or an empty string; also empty without a GPU for it."""
+    """Why the library does not load, or an empty string; empty too without a GPU for it."""
     if gpu_refusal():
         return ""
     return load_library(LIBRARY) or target_refusal(
@@ -206,22 +208,23 @@ def library_error() -> str:
 
 @functools.cache
 def targets() -> tuple[str, ...]:
-    """What the library was compiled for: `sm_90` is code for a GPU, `compute_90` is PTX."""
+    """The targets that the library was compiled for: `sm_90` is machine code, `compute_90` PTX."""
     text = ctypes.CDLL(str(PACKAGE / LIBRARY)).preact_kernels_cuda_targets
     text.restype = ctypes.c_char_p
     return parse_targets(text().decode())
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
-    """The parts of "sm_90_compute_90"."""
+    """Splits a string such as "sm_90_compute_90"."""
     return tuple(re.findall(r"(?:sm|compute)_\d+[af]?", text))
 
 
 def target_refusal(capability: tuple[int, int], compiled: Sequence[str]) -> str:
-    """Why no code that was compiled for these targets runs on a GPU, or an empty string.
+    """Why a GPU runs no code compiled for these targets, or an empty string.
 
-    Code for a GPU runs on those of the same major version and no smaller minor version, PTX on all
-    of no smaller version. What is specific to one version ends in a letter.
+    Machine code runs on GPUs of the same major version and an equal or higher minor version, PTX on
+    all of an equal or higher version. Targets that end in "a" or "f" are specific to a GPU or to a
+    family.
     """
     for target in compiled:
         kind, version = target.split("_")
@@ -250,7 +253,7 @@ def gpu_refusal() -> str:
 
 @functools.cache
 def architecture_refusal(device: torch.device) -> str:
-    """Why a GPU is not served, or an empty string."""
+    """Why the GPU is too old, or an empty string."""
     found = torch.cuda.get_device_capability(device)
     if found >= OLDEST_CAPABILITY:
         return ""

@@ -39,9 +39,9 @@ def nhwc(t: Tensor) -> Tensor:
 def as_torch_nhwc(t: Tensor) -> Tensor:
     """`nhwc(t)`, with the strides of a new tensor also at axes of size 1.
 
-    PyTorch reads the memory format from all strides. The backward of its batch norm is wrong where
-    the formats of `t` and the gradient seem to differ and do not, or the reverse, unless `t` has
-    these strides.
+    PyTorch infers the memory format from all strides. Without these strides, the backward of its
+    batch norm is wrong where it infers different formats for `t` and the gradient and they agree,
+    or the reverse.
     """
     t = nhwc(t)
     if 1 not in t.shape or t.stride() == strides(t.shape, True):
@@ -60,7 +60,7 @@ def restored(y: Tensor, channels_last: bool) -> Tensor:
 
 
 def as_image(t: Tensor) -> Tensor:
-    """`[N, C, ...]` of any number of dimensions as dense NHWC `[N, C, H, W]`.
+    """Returns `t [N, C, ...]` as dense NHWC `[N, C, H, W]`.
 
     Volumes `[N, C, D, H, W]` become `[N, C, D * H, W]`, sequences `[N, C, L]` `[N, C, 1, L]`.
     """
@@ -74,7 +74,7 @@ def as_image(t: Tensor) -> Tensor:
 
 
 def dense(t: Tensor, planar: bool = False) -> Tensor:
-    """`[N, C, ...]` dense in NHWC order, or NCHW if `planar`, with four or five dimensions."""
+    """Returns `t [N, C, ...]` dense in NHWC, or NCHW if `planar`, with four or five dimensions."""
     if t.dim() == 2:
         t = t[:, :, None, None]
     elif t.dim() == 3:
@@ -83,12 +83,12 @@ def dense(t: Tensor, planar: bool = False) -> Tensor:
 
 
 def shape_of(t: Tensor, dims: int) -> torch.Size:
-    """The shape, in `dims` dimensions, of what `dense` made `t` from."""
+    """The shape, of `dims` dimensions, of the tensor that `dense` converted to `t`."""
     return t.shape if dims > 3 else torch.Size((*t.shape[:2], *t.shape[3:])[:dims])
 
 
 def as_planes(t: Tensor) -> Tensor:
-    """`[N, C, ...]` of any number of dimensions as `[N, C, H, W]` in NCHW order."""
+    """Returns `t [N, C, ...]` as `[N, C, H, W]` in NCHW order."""
     t = t.contiguous()
     if t.dim() == 4:
         return t
@@ -117,25 +117,25 @@ def strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
 
 
 def readable_bytes(t: Tensor) -> int | torch.SymInt:
-    """The bytes of a tensor's storage.
+    """Bytes of a tensor's storage.
 
-    Behind an offset, those from there on, and at most those of the elements: the same for all
-    slices of a tensor.
+    With a storage offset: bytes from the offset on, at most the bytes of the elements, so that all
+    slices of a tensor give the same number.
     """
     offset, found = t.storage_offset(), t.untyped_storage().nbytes()
     return min(found - offset * t.element_size(), t.nbytes) if offset else found
 
 
 def check_storage(name: str, t: Tensor) -> None:
-    """Raises a ValueError where a storage was freed or cut, as FSDP and offloading do.
+    """Raises a ValueError if the storage was freed or resized, as FSDP and offloading do.
 
-    PyTorch's operators read beyond it.
+    PyTorch's operators would read beyond its end.
     """
     if torch.compiler.is_compiling():
         return
     try:
         given, least = t.untyped_storage().nbytes(), t.nbytes
-    except RuntimeError:  # a tensor of torch.func, or one of symbolic sizes
+    except RuntimeError:  # a tensor of torch.func, or with symbolic sizes
         return
     if given >= least and t.storage_offset() == 0 and _is_dense(t):
         return
@@ -148,7 +148,7 @@ def check_storage(name: str, t: Tensor) -> None:
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Whether elements are in NCHW or NHWC order without gaps; NDHWC is left out."""
+    """Whether elements are in NCHW, NCDHW or NHWC order without gaps."""
     if t.is_contiguous():
         return True
     return t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)

@@ -1,8 +1,7 @@
-"""Ops with flat arguments under the named arguments of the contract.
+"""Adapters from the contract's named arguments to ops with flat arguments.
 
 The compiled libraries and the registered ops share `FlatOps`. `cpu.py` and `cuda.py` load one
-library each. Where `serves` refuses a unit, PyTorch's convolution runs on an activation that the
-library computes and that is freed at once.
+library each. Units that `serves` refuses run in `pytorch_conv`.
 """
 
 import functools
@@ -42,7 +41,7 @@ PACKAGE = Path(__file__).parent.parent
 
 @functools.cache
 def load_library(name: str) -> str:
-    """Loads a compiled library of the package. Returns why it cannot, or an empty string."""
+    """Loads a compiled library of the package. Returns the error, or an empty string."""
     if not (PACKAGE / name).exists():
         return (
             f"{PACKAGE} has no {name}; if this is a source tree that hides an installed package, "
@@ -58,16 +57,16 @@ def load_library(name: str) -> str:
 def flat_gradient(gradient: Gradient) -> tuple:
     """`g`, then the step `skip, x, mean, var, weight, eps, sums, inv_count`, as schemas take it."""
     g, step = gradient
-    if step is None:  # no global constant: with dynamic shapes, Dynamo reads its floats as inputs
+    if step is None:  # a literal: with dynamic shapes, Dynamo turns floats of a global into inputs
         return g, None, None, None, None, None, 0.0, None, 0.0
     skip, x, norm, sums, inv_count = step
     return g, skip, x, norm.mean, norm.var, norm.weight, norm.eps, sums, inv_count
 
 
 class FlatOps(Kernels):
-    """What the ops of all libraries have in common; see `Kernels`.
+    """Functions of `Kernels` that call ops with equal schemas in all libraries.
 
-    A schema has no optional results: an op returns an empty tensor for each that is not wanted.
+    Schemas have no optional results: an op returns an empty tensor for each unwanted result.
 
     Args:
         ops: a namespace of `torch.ops`.
@@ -170,7 +169,7 @@ class NativeKernels(FlatOps, BlockKernels):
         return self._ops.block_run_forward.default
 
     def _run_backward(self, run: BlockRun, dy: Gradient, kept: Sequence[Tensor]) -> Any:
-        """The op for `block_run_backward`; `kept` are the inputs that are."""
+        """The op for `block_run_backward`; `kept` are the inputs that the forward kept."""
         return self._ops.block_run_backward.default
 
     def block_run_backward(
@@ -179,13 +178,13 @@ class NativeKernels(FlatOps, BlockKernels):
         statistics = list(filter(None, run.statistics))
         count, per_block, first = len(run.parameters), len(run.units), run.parameters[0]
         kept_blocks: list[int] = []
-        last: list[Tensor] = []  # weights of the blocks that are rebuilt
+        last: list[Tensor] = []  # last weights of the blocks to rebuild
         for block, x in enumerate(inputs[::per_block]):
             if x is None:
                 last.append(run.parameters[(block + 1) * per_block - 1].conv_weight)
             else:
                 kept_blocks.append(block)
-        # Negating the weights of a block's last unit negates each product, and so each sum.
+        # x = y - F(x): negating the weight of the last unit negates F(x).
         negated = torch_compat.foreach_neg(last) if last else ()
         inv_count = 1.0 / pixels_of(dy.g) if run.units[0].uses_batch else 0.0
         kept = [t for t in inputs if t is not None]
@@ -200,7 +199,7 @@ class NativeKernels(FlatOps, BlockKernels):
 
 
 def _flat_run(run: BlockRun, statistics: Sequence[Statistics]) -> tuple:
-    """A run, and statistics of its first units, as schemas take them."""
+    """A run as schemas take it, with the statistics of its first units."""
     units, parameters, eps, _ = run
     bn_weights, bn_biases, conv_weights = zip(*parameters, strict=True)
     means, variances = zip(*statistics, strict=True) if statistics else ((), ())

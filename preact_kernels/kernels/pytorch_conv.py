@@ -1,13 +1,12 @@
-"""Norm, activation and convolution around PyTorch's convolution, for units without a fused kernel.
+"""Units without a fused kernel: norm and activation by the backend, convolution by PyTorch.
 
-The backend computes the activation, which is freed as soon as the convolution has read it. Every
-cast is here: with a float32 residual stream or float32 weights and products in half precision,
-this computes `F.conv2d(act(norm(x)).to(half), weight.to(half)) [+ residual in float32]`, as plain
-PyTorch does. Rounding the weight, or adding the residual on its own, may leave a unit that the
-backend serves.
+The activation is freed as soon as the convolution has read it. All casts are here: with a float32
+residual stream or float32 weights and products in half precision, this computes
+`F.conv2d(act(norm(x)).to(half), weight.to(half)) [+ residual in float32]`, as plain PyTorch does.
+The backend may serve a unit after the weight is cast, or without the residual.
 
-PyTorch's convolution of an NHWC tensor converts an NCHW weight at every call, and so the weight's
-gradient back. Where the weight is much larger than the activation, the activation is converted.
+PyTorch's convolution of an NHWC tensor converts an NCHW weight, and its gradient back, at every
+call. If the weight is much larger than the activation, the activation is converted instead.
 """
 
 import torch
@@ -42,9 +41,9 @@ def _convolve(a: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Ten
 
 
 def _converts_activation(x: Tensor, conv_weight: Tensor) -> bool:
-    """Whether a convolution runs in NCHW, on a CPU.
+    """Whether to run a convolution in NCHW; only on a CPU.
 
-    That converts about five tensors like `x` in a step, and saves three conversions of the weight.
+    This converts about five tensors like `x` in a step, and saves three conversions of the weight.
     """
     is_large = conv_weight.numel() > 2 * x.numel()
     return (
@@ -55,7 +54,7 @@ def _converts_activation(x: Tensor, conv_weight: Tensor) -> bool:
 
 
 def whole_gradient(kernels: Kernels, gradient: Gradient) -> Tensor:
-    """The gradient as one tensor, in the dtype of what it is the gradient of."""
+    """The gradient with its deferred step evaluated, in the dtype of the step's `x`."""
     g, step = gradient
     if step is None:
         return g
@@ -69,7 +68,7 @@ def run_forward(
     epilogue: Epilogue,
     mask: Mask | None = None,
 ) -> Output:
-    """The backend's `norm_act_conv_forward`; the one below for dropout and volumes."""
+    """The backend's `norm_act_conv_forward`, or the one below for dropout and volumes."""
     if mask is None and inputs.x.dim() == 4:
         return kernels.norm_act_conv_forward(unit, inputs, epilogue)
     return norm_act_conv_forward(kernels, unit, inputs, epilogue, mask)
@@ -96,14 +95,9 @@ def norm_act_conv_forward(
     epilogue: Epilogue,
     mask: Mask | None = None,
 ) -> Output:
-    """`Kernels.norm_act_conv_forward`; `kernels` does everything but the convolution.
+    """`Kernels.norm_act_conv_forward` with PyTorch's convolution; also for volumes.
 
-    Args:
-        kernels: the backend's functions.
-        unit: the unit; also one of volumes `[N, C, D, H, W]`.
-        inputs: its tensors.
-        epilogue: what follows the convolution.
-        mask: of dropout between activation and convolution.
+    `mask` is a mask of dropout between activation and convolution.
     """
     x, norm, conv_weight = inputs
     if unit.weight_dtype != unit.dtype:
@@ -136,10 +130,7 @@ def norm_act_conv_backward(
     wanted: Wanted,
     mask: Mask | None = None,
 ) -> Gradients:
-    """`Kernels.norm_act_conv_backward`; `kernels` does everything but the convolution.
-
-    For dropout and volumes see `norm_act_conv_forward`. g of volumes is `[N, C, D * H, W]`.
-    """
+    """The backward of `norm_act_conv_forward`. g of volumes is `[N, C, D * H, W]`."""
     x, norm, conv_weight = inputs
     if unit.weight_dtype != unit.dtype:
         inputs = inputs._replace(conv_weight=conv_weight.to(unit.dtype))

@@ -1,4 +1,4 @@
-"""The update of running statistics in PyTorch's operations, for every backend."""
+"""Update of running statistics in PyTorch's operations."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: f
 
 
 def fast_running_stats_update(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """The same; two launches in float32 for any number of float32 vectors on a GPU."""
+    """`running_stats_update`, in two float32 launches if all vectors are float32 on a GPU."""
     if all(r.is_cuda and r.dtype == torch.float32 for r in running):
         torch_compat.foreach_mul_(running, 1 - momentum)
         torch_compat.foreach_add_(running, batch, alpha=momentum)

@@ -1,7 +1,4 @@
-"""Plain PyTorch for every kernel, in any dtype up to float64: the specification.
-
-Implements `preact_kernels.kernels.contract.Kernels`, which has the names and the formulas.
-"""
+"""Plain PyTorch for every kernel, in any dtype up to float64: the specification of `Kernels`."""
 
 from preact_kernels.kernels.dropout import dropout, dropout_bits
 from preact_kernels.kernels.layout import nchw, nhwc

@@ -1,4 +1,4 @@
-"""The activations of `contract.ACTIVATIONS` and their gradients, in PyTorch's own operators."""
+"""The activations of `contract.ACTIVATIONS` and their gradients, in PyTorch's operators."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 from preact_kernels.kernels.contract import Activation
 
-_THRESHOLD = 20.0  # of softplus, in units of beta * p: PyTorch's default
+_THRESHOLD = 20.0  # PyTorch's default for softplus, in units of beta * p
 _aten = torch.ops.aten
 
-# Functions of p and the parameter.
+# act(p, parameter)
 _FORWARD: dict[str, Callable[[Tensor, float], Tensor]] = {
     "relu": lambda p, _: F.relu(p),
     "leaky_relu": lambda p, slope: F.leaky_relu(p, slope),
@@ -28,7 +28,7 @@ _FORWARD: dict[str, Callable[[Tensor, float], Tensor]] = {
     "tanh": lambda p, _: torch.tanh(p),
 }
 
-# Functions of the gradient of the result, p and the parameter.
+# gradient(dy, p, parameter)
 _BACKWARD: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "relu": lambda dy, p, _: _aten.threshold_backward(dy, p, 0),
     "leaky_relu": lambda dy, p, slope: _aten.leaky_relu_backward(dy, p, slope, False),

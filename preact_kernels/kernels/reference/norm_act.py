@@ -8,7 +8,7 @@ from preact_kernels.kernels.reference.activations import activate, activation_gr
 
 
 def _image(t: Tensor) -> Tensor:
-    """A vector `[C]` or rows `[N, C]`, to broadcast over `[N, C, H, W]`."""
+    """Broadcasts `[C]` or `[N, C]` over `[N, C, H, W]`."""
     return t.view(-1, t.shape[-1], 1, 1)
 
 
@@ -29,14 +29,14 @@ def _activation(norm: Norm) -> Activation:
 
 
 def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
-    """`act(p)`, in the dtype of `x`."""
+    """See `Kernels.norm_act_forward`."""
     return activate(_pre_activation(x, norm), _activation(norm)).to(x.dtype)
 
 
 def norm_act_backward(
     dy: Tensor, x: Tensor, norm: Norm, with_g: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """`g = dy * act'(p)` in the dtype of `x`, and its sums `[sum(g), sum(g * xhat)]`."""
+    """See `Kernels.norm_act_backward`."""
     g = _gradient(dy, x, norm).to(x.dtype).contiguous(memory_format=torch.channels_last)
     wide = g.to(statistics_dtype(x.dtype))
     axes = (2, 3) if norm.has_rows else (0, 2, 3)
@@ -45,7 +45,7 @@ def norm_act_backward(
 
 
 def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
-    """`[skip +] A*g + B*x + C`, in the dtype of `x`; if `activated`, `gradient.g` is `dy`."""
+    """See `Kernels.norm_input_gradient`."""
     g, step = gradient
     assert step is not None
     skip, x, norm, sums, inv_count = step
@@ -57,7 +57,7 @@ def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
         dx = dx * _image(norm.weight)
     else:
         scale = norm.weight * scale
-    if inv_count:  # else mean and variance are constants, and x is not read
+    if inv_count:  # 0 in evaluation mode, where mean and variance are constants
         mean_g, mean_product = (_image(s * inv_count) for s in sums)
         dx = dx - mean_g - _normalised(x, norm) * mean_product
     dx = dx * _image(scale)

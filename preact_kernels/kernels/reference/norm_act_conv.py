@@ -15,15 +15,15 @@ from preact_kernels.kernels.contract import (
 
 
 def serves(unit: Unit, pixels: int | None = None) -> bool:
-    """No: every convolution is PyTorch's."""
+    """Returns False: all convolutions run in PyTorch."""
     return False
 
 
 def norm_act_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE) -> Output:
-    """`y = conv(act(p)) [+ conv_bias] [+ residual]`."""
+    """See `Kernels.norm_act_conv_forward`."""
     return pytorch_conv.norm_act_conv_forward(kernels, unit, inputs, epilogue)
 
 
 def norm_act_conv_backward(unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted) -> Gradients:
-    """`g = conv_transpose(dy) * act'(p)`, its sums, and the gradient of `conv_weight`."""
+    """See `Kernels.norm_act_conv_backward`."""
     return pytorch_conv.norm_act_conv_backward(kernels, unit, dy, inputs, wanted)

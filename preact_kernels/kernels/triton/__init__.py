@@ -1,6 +1,6 @@
 """The Triton backend, for GPUs and for the interpreter: an implementation of `BlockKernels`.
 
-To a kernel, a dense NHWC tensor is a `[pixels, channels]` matrix, of the batch or of each image.
+Kernels see a dense NHWC tensor as a `[pixels, channels]` matrix, of the batch or of each image.
 There is one file per op, and `block_run` for several blocks in one call. Shared code is in
 `batch_norm`, `activations` and `conv` (device functions), `packing` (weights), `reduction` (sums
 over programs), `launch` (launches, grids) and `configurations` (block shapes).

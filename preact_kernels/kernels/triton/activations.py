@@ -1,8 +1,8 @@
 """Activations and their gradients: device functions of float32 tiles.
 
-`ACTIVATION` is a name of `contract.ACTIVATIONS`, and `parameter` its parameter, or None if it has
-none. Formulas are PyTorch's, or equal them and round less; NaN and infinities give what PyTorch
-gives on a GPU. An infinite or very large p may have a gradient of NaN, as 0 * inf.
+`ACTIVATION` is a name of `contract.ACTIVATIONS`, and `parameter` its parameter or None. Formulas
+are PyTorch's, or equivalent with less rounding. NaN and infinities give what PyTorch gives on a
+GPU. The gradient of an infinite or very large p may be NaN, from 0 * inf.
 """
 
 from typing import NamedTuple
@@ -20,9 +20,8 @@ _LOG_2 = tl.constexpr(0.6931471805599453)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _GELU_CUBE = tl.constexpr(0.044715)
-_SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # in units of parameter * p: PyTorch's default
-# Beyond it mish(p) is p in float32, and its gradient 1.
-_MISH_THRESHOLD = tl.constexpr(20.0)
+_SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # PyTorch's default, in units of parameter * p
+_MISH_THRESHOLD = tl.constexpr(20.0)  # for larger p, mish(p) is p in float32
 
 
 class KernelActivation(NamedTuple):
@@ -33,7 +32,7 @@ class KernelActivation(NamedTuple):
 
 
 def kernel_activation(name: str, parameter: float) -> KernelActivation:
-    """An activation, without the parameter where it is not read."""
+    """An activation for kernels; the parameter is None if the activation has none."""
     return KernelActivation(name, float(parameter) if name in _WITH_PARAMETER else None)
 
 
@@ -45,7 +44,7 @@ def relu(p):
 
 @triton.jit
 def exp(x):
-    """e^x within 2 units in the last place. `tl.exp` of a GPU loses as many as |x| is large."""
+    """e^x within 2 units in the last place. The error of `tl.exp` on a GPU grows with |x|."""
     power = x * _LOG2_E
     rest = tl.fma(x, _LOG2_E, -power) + x * _LOG2_E_REST
     value = tl.exp2(power)
@@ -90,7 +89,7 @@ def tanh(p):
 
 @triton.jit
 def sigmoid_and_rest(p):
-    """sigmoid(p) and 1 - sigmoid(p), neither by a difference."""
+    """sigmoid(p) and 1 - sigmoid(p), without cancellation."""
     e = exp(-tl.abs(p))
     larger = 1 / (1 + e)
     smaller = e * larger

@@ -1,7 +1,7 @@
-"""Device functions shared by all kernels: norms, and the gradient of their input.
+"""Device functions for norms and the gradient of their input.
 
-Tiles are `[pixels, channels]`. Arithmetic is in float32. Results that PyTorch would store are
-rounded to the dtype of the activations.
+Tiles are `[pixels, channels]`, in float32. Values that PyTorch would store are rounded to the dtype
+of the activations.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from preact_kernels.kernels.triton.reduction import load_statistics, load_two_su
 
 
 class KernelNorm(NamedTuple):
-    """A norm as kernels take it. The activation is a compile-time constant beside it."""
+    """A norm as kernels take it. The activation is a separate compile-time constant."""
 
     mean: Tensor
     var: Tensor
@@ -27,12 +27,12 @@ class KernelNorm(NamedTuple):
 
 
 def kernel_norm(norm: Norm) -> Any:
-    """A `KernelNorm`, in place of the norm in the arguments of a kernel."""
+    """Converts to a `KernelNorm`; typed Any to replace the `Norm` in `Inputs` and `AffineStep`."""
     return KernelNorm._make(norm[:5])
 
 
 def aligned_gradient(gradient: Gradient) -> Gradient:
-    """The gradient with `aligned` images."""
+    """Returns the gradient with `aligned` tensors of pixels."""
     g, step = gradient
     if step is not None:
         skip = None if step.skip is None else aligned(step.skip)
@@ -41,7 +41,7 @@ def aligned_gradient(gradient: Gradient) -> Gradient:
 
 
 def kernel_gradient(gradient: Gradient) -> Gradient:
-    """The gradient with a `KernelNorm` in its step."""
+    """Returns the gradient with a `KernelNorm` in its step."""
     g, step = gradient
     if step is None:
         return gradient
@@ -53,9 +53,9 @@ _WEIGHT_ROWS, _BIAS_ROWS = tl.constexpr(4), tl.constexpr(8)
 
 
 def rows_of(norm: Norm, pooled: bool = False) -> int | None:
-    """Which of the norm's tensors are `[N, C]`, a bit for each; None if the norm has no rows.
+    """A bit for each tensor of the norm that is `[N, C]`; None if the norm has no rows.
 
-    A step with pooled sums has rows even if none of the tensors that it reads has them.
+    With `pooled` sums a step has rows, even if all bits are 0.
     """
     mean, var, weight, bias = norm[:4]
     rows = (mean.dim() == 2) + 2 * (var.dim() == 2) + 4 * (weight.dim() == 2)
@@ -66,7 +66,7 @@ def rows_of(norm: Norm, pooled: bool = False) -> int | None:
 
 @triton.jit
 def norm_of_image(norm, rows, image, CHANNELS: tl.constexpr):
-    """The norm of an image, without rows. For `rows` see `rows_of`."""
+    """The norm of one image, without rows; `rows` is the result of `rows_of`."""
     at = image.to(tl.int64) * CHANNELS
     bias = norm.weight if norm.bias is None else norm.bias  # Triton cannot return None in a tuple
     return KernelNorm(
@@ -82,8 +82,8 @@ def norm_of_image(norm, rows, image, CHANNELS: tl.constexpr):
 def load_norm(norm, channel, CHANNELS: tl.constexpr, sums=None, count=0):
     """mean, rstd, scale = weight * rstd, and bias of a block of channels.
 
-    Statistics are read from the accumulators `sums`, of `count` summands a channel, or from the
-    norm if they are None.
+    Reads the statistics from the accumulators `sums` over `count` values per channel, or from the
+    norm if `sums` is None.
     """
     is_channel = channel < CHANNELS
     if sums is None:
@@ -119,8 +119,8 @@ def pre_activation(x, mean, scale, bias, dtype: tl.constexpr):
 def norm_act(x, mean, scale, bias, parameter, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     """act(p) in float32, for p rounded to `dtype`."""
     if ACTIVATION == "relu" and dtype != tl.float16:
-        # Rounded after ReLU, which gives the same bits: one instruction does both for two numbers.
-        # In float16, the forward of a 3x3 convolution of 16 channels would spill a register.
+        # Rounding after ReLU gives the same bits, and one instruction does both for two numbers.
+        # In float16, it makes the forward of a 3x3 convolution of 16 channels spill a register.
         return relu(normalised(x, mean, scale, bias)).to(dtype).to(tl.float32)
     else:
         return activate(pre_activation(x, mean, scale, bias, dtype), parameter, ACTIVATION)
@@ -148,10 +148,7 @@ def load_affine_step(step, channel, CHANNELS: tl.constexpr):
 
 @triton.jit
 def load_pooled_step(step, image, images, channel, CHANNELS: tl.constexpr):
-    """The results of `load_affine_step` for an image of a step with pooled sums.
-
-    `step.norm` is the norm of the image. B and C are zeros in evaluation mode.
-    """
+    """`load_affine_step` for one image of a step with pooled sums and the norm of the image."""
     is_channel = channel < CHANNELS
     mean = tl.load(step.norm.mean + channel, mask=is_channel, other=0.0)
     rstd = tl.rsqrt(tl.load(step.norm.var + channel, mask=is_channel, other=1.0) + step.norm.eps)
@@ -168,11 +165,11 @@ def load_pooled_step(step, image, images, channel, CHANNELS: tl.constexpr):
 def load_whole_gradient(gradient, coefficients, at, mask, g_mask, IN_TRAINING: tl.constexpr):
     """A float32 tile of [skip +] A*g + B*(x - mean) + C; zeros outside `mask`.
 
-    `coefficients` are the results of `load_affine_step`. g counts as zero outside `g_mask`. x is
-    not read in evaluation mode.
+    `coefficients` are the results of `load_affine_step`. g is zero outside `g_mask`. x is not read
+    in evaluation mode.
     """
     dx = tl.load(gradient.g + at, mask=mask, other=0.0).to(tl.float32)
-    # Masked after the load: with `g_mask` the load would not be vectorized.
+    # A load with `g_mask` would not be vectorized.
     dx = tl.where(g_mask, dx, 0.0)
     return whole_gradient(dx, gradient.step, coefficients, at, mask, IN_TRAINING)
 
@@ -192,7 +189,7 @@ def whole_gradient(g, step, coefficients, at, mask, IN_TRAINING: tl.constexpr):
 
 @triton.jit
 def pixel_indices(tile, BLOCK_PIXELS: tl.constexpr, INT64: tl.constexpr):
-    """Indices of the pixels of a tile; 64-bit if their products with channels need it."""
+    """Indices of the pixels of a tile; 64-bit if element indices need it."""
     offset = tl.arange(0, BLOCK_PIXELS)
     if INT64:
         return (tile + tl.zeros([BLOCK_PIXELS], tl.int64)) * BLOCK_PIXELS + offset

@@ -1,9 +1,8 @@
-"""Consecutive pre-activation blocks: for a bottleneck, three launches forward and four backward.
+"""Consecutive pre-activation blocks: three launches per bottleneck forward, four backward.
 
-A kernel reads the sums of the tensor that it normalises from the accumulators that the kernel
-before it filled. One launch serves all blocks for each of: zeros for the accumulators, weights in
-the order that kernels read, statistics and sums for Python. Gradients of weights are summed for
-groups of blocks.
+A kernel reads the statistics of its input from the accumulators that the previous kernel filled.
+One launch for all blocks zeroes the accumulators, one packs the weights, and one converts
+accumulators to statistics or sums. Gradients of weights are summed for groups of blocks.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from preact_kernels.kernels.triton.run_weight_gradients import RunWeightGradient
 
 
 class _Accumulators:
-    """Zeros `[blocks, 2, 6, channels]` for every unit of a block, in one allocation."""
+    """Zeros `[blocks, 2, 6, channels]` for each unit of a block, in one allocation."""
 
     def __init__(self, x: Tensor, channels: Sequence[int], blocks: int) -> None:
         sizes = [blocks * 2 * WORDS * c for c in channels]
@@ -61,7 +60,7 @@ def _forward(run: BlockRun, x: Tensor, wanted: RunWanted) -> BlockRunOutput:
     units = run_units(run, x)
     count, total = len(units), len(run.parameters)
     blocks = total // count
-    # Statistics are given of all inputs, of x, or of none.
+    # The caller gives statistics of all inputs, of x only, or of none.
     statistics = [s for s in run.statistics if s is not None] or [bn_stats(x)]
     given, norms = len(statistics), run_norms(run, statistics)
     is_summing = given < total or wanted.statistics
@@ -112,7 +111,7 @@ def _backward(
     rebuilt = [block for block, kept in enumerate(inputs[::count]) if kept is None]
     negated: dict[int, Tensor] = {}
     if rebuilt:
-        # Negating the weights of a block's last unit negates each product, and so each sum.
+        # x = y - F(x): negating the weight of the last unit negates F(x).
         weights = torch_compat.foreach_neg([units[-1].packed[block] for block in rebuilt])
         negated = dict(zip(rebuilt, weights, strict=True))
     norms = run_norms(run, cast(Sequence[Statistics], run.statistics))

@@ -34,7 +34,7 @@ def bn_stats_kernel(
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Adds sums and sums of squares of x `[pixels, CHANNELS]`. Grid: programs, channel blocks."""
+    """Adds moments of x `[pixels, CHANNELS]` to accumulators. Grid: programs, channel blocks."""
     wait_for_predecessors()
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
     BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels

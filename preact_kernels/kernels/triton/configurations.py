@@ -1,8 +1,8 @@
-"""Block shapes, warps and stages: as large as registers hold, as found by compiling.
+"""Block shapes, warps and stages: the largest that compile without spilling registers.
 
-A choice depends only on the shape, the dtypes and the GPU: all processes of a group choose alike,
-and nothing is tuned at run time. `LIMITS` lists what differs between GPUs, a few rules lower a
-limit, and `_fitting` lowers what exceeds the shared memory of the GPU.
+A choice depends only on the shape, the dtypes and the GPU. Nothing is tuned at run time, so all
+processes of a group choose alike. `LIMITS` has limits by generation of GPU, a few rules lower them,
+and `_fitting` reduces blocks that exceed the shared memory of the GPU.
 """
 
 import functools
@@ -17,30 +17,30 @@ from preact_kernels.kernels.contract import Unit
 # Generations of GPUs, by their first compute capability.
 AMPERE, HOPPER, BLACKWELL = GENERATIONS = 80, 90, 100
 
-# Stages of a pipelined loop: two tiles are copied while a third is computed. Triton 3.6 gives a
-# loop of two stages a single buffer, which is filled and waited for in turn.
+# Stages of a pipelined loop: two tiles are copied while a third is computed. With two stages,
+# Triton 3.6 allocates a single buffer, so that copy and computation alternate.
 STAGES = 3
 
 MAX_TAPS = 9
-# Wider convolutions run in cuDNN, after a fused batch norm and ReLU: the prologue is bound by
-# instruction issue, and tiles this narrow feed the tensor cores too slowly.
+# Convolutions with more channels run in cuDNN, after a fused batch norm and ReLU: the fused
+# prologue is bound by instruction issue, and its tiles are too narrow to feed the tensor cores.
 MAX_CHANNELS_1X1 = 256
 MAX_CHANNELS_3X3 = 64
 MAX_IEEE_PRODUCTS = 1024  # input channels times output channels
-# The most weights of several taps whose gradients a small program computes in the pass of g, and
-# the most rows of weights in one of its products.
+# With several taps: most weights for which a small program computes g and the weight's gradient in
+# one pass, and most rows of weights in one of its products.
 ONE_PASS_WEIGHTS_TAPS = 3072
 MAX_PART_ROWS = 128
 
 # Resident programs per multiprocessor of an elementwise kernel that reduces.
 ELEMENTWISE_RESIDENT = 4
-# Tiles of one image that a program of such a kernel owns. Sums of an image have the same bits in
-# any batch, so this does not depend on the batch or the device.
+# Tiles per program in kernels that reduce each image. Constant, so that the sums of an image have
+# the same bits in any batch and on any device.
 TILES_OF_IMAGE = 8
 
 
 class ElementwiseBlocks(NamedTuple):
-    """Launch configuration of an elementwise kernel: the shape of a tile, and warps."""
+    """Tile shape and warps of an elementwise kernel."""
 
     block_pixels: int
     block_channels: int
@@ -55,7 +55,7 @@ class ConvBlocks(NamedTuple):
     block_cout: int
     num_warps: int
     num_stages: int  # of the loop over tiles
-    num_tap_stages: int = 1  # of the inner loop over taps; 0: it is unrolled
+    num_tap_stages: int = 1  # of the inner loop over taps; 0: unrolled
     resident: int = 1  # programs per multiprocessor
 
 
@@ -64,7 +64,7 @@ class BackwardBlocks(NamedTuple):
 
     input: ConvBlocks  # g and its sums
     weight: ConvBlocks  # the gradient of the weight
-    both: ConvBlocks | None  # both in one pass; None where registers do not hold it
+    both: ConvBlocks | None  # both in one pass; None if it would spill registers
 
 
 class Device(NamedTuple):
@@ -72,29 +72,29 @@ class Device(NamedTuple):
 
     capability: int  # 90 for 9.0
     multiprocessors: int
-    shared_bytes: int  # that a program can have
+    shared_bytes: int  # limit for a program
 
 
 class Limits(NamedTuple):
-    """What differs between generations of GPUs, or between half precision and float32.
+    """Limits for one generation of GPUs and size of an element.
 
-    The first word is the kernel: `forward` computes y, `input` g, `weight` the weight's gradient.
-    Names with `taps` are for more than one tap, other names for 1x1.
+    The first word of a name is the kernel: `forward` computes y, `input` g, `weight` the gradient
+    of the weight. Names with `taps` are for more than one tap, other names for 1x1.
     """
 
     forward_pixels: tuple[int, int, int]  # for 1, 2 and more blocks of input channels
     forward_stages: int
-    wide_cout_channels: int  # most input channels with blocks of 128 output channels, not 64
+    wide_cout_channels: int  # most input channels for blocks of 128 output channels, not 64
     forward_taps_warps: int
     input_pixels: tuple[int, int, int]  # for up to 2,048, up to 8,192 and more weights
     input_stages: int
-    one_pass_weights: int  # most weights whose gradients are computed in the pass of g
+    one_pass_weights: int  # most weights for computing g and their gradient in one pass
     input_taps_masked: tuple[int, int, int]  # pixels, most input channels of a block, warps
-    weight_stages: int  # Triton 3.6 fails to pipeline the products of this kernel for Blackwell
+    weight_stages: int  # 1 on Blackwell: Triton 3.6 fails to pipeline this kernel
     weight_taps_pixels: int  # for more than 2,048 weights per tap
 
 
-# By generation, and bytes of an element of the products. On Hopper wgmma reads operands from shared
+# Keys: generation, bytes of an element of the products. On Hopper wgmma reads operands from shared
 # memory, which leaves registers for more pixels.
 LIMITS = {
     (AMPERE, 2): Limits((64, 64, 64), 3, 128, 4, (32, 32, 32), 3, 2048, (32, 16, 4), 3, 16),
@@ -107,15 +107,15 @@ LIMITS = {
 
 
 def _block(channels: int, largest: int) -> int:
-    """The smallest power of two that holds the channels, from 16 (tensor cores) to `largest`."""
+    """The smallest power of two >= `channels`, from 16 (tensor cores) to `largest`."""
     return min(max(triton.next_power_of_2(channels), 16), largest)
 
 
 @functools.cache
 def elementwise(channels: int, is_small: bool = False) -> ElementwiseBlocks:
-    """Tiles of 4,096 elements, up to 128 channels wide; 2,048 where narrow or masked.
+    """Tiles of 4,096 elements, up to 128 channels wide; of 2,048 where narrow or masked.
 
-    Small tiles have half of it.
+    If `is_small`, half as many elements.
     """
     block_channels = min(triton.next_power_of_2(channels), 128)
     elements = 4096 if channels % max(block_channels, 32) == 0 else 2048
@@ -125,13 +125,13 @@ def elementwise(channels: int, is_small: bool = False) -> ElementwiseBlocks:
 
 
 def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> bool:
-    """Whether a convolution runs in a fused kernel; otherwise PyTorch's convolution is called.
+    """Whether a convolution runs in a fused kernel; else PyTorch's convolution runs.
 
     Args:
         conv_weight_shape: `[K, C / groups, R, S]`.
         groups: number of groups.
-        precision: "ieee" for float32 without tensor cores, which needs more registers than wide
-            tiles leave; else "tf32".
+        precision: "tf32", or "ieee" for float32 without tensor cores, which takes more registers:
+            wide tiles would spill.
     """
     out_channels, channels, kernel_h, kernel_w = conv_weight_shape
     taps = kernel_h * kernel_w
@@ -143,13 +143,13 @@ def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> b
 
 @functools.lru_cache(maxsize=1024)
 def conv_forward(device: Device, unit: Unit) -> ConvBlocks:
-    """Launch configuration of the forward of a unit."""
+    """Launch configuration of a unit's forward."""
     blocks = (_forward_1x1 if _is_1x1(unit) else _forward_taps)(device.capability, unit)
     return _fitting(forward_bytes, blocks, device, unit)
 
 
 def filling(blocks: ConvBlocks, device: Device, pixels: int, columns: int) -> ConvBlocks:
-    """The blocks for so many pixels: tiles of 64 where larger ones leave multiprocessors idle."""
+    """Reduces tiles to 64 pixels if larger ones leave multiprocessors idle."""
     tiles = -(-pixels // blocks.block_pixels) * columns
     if tiles < device.multiprocessors and blocks.block_pixels > 64:
         return blocks._replace(block_pixels=64)
@@ -158,7 +158,7 @@ def filling(blocks: ConvBlocks, device: Device, pixels: int, columns: int) -> Co
 
 @functools.lru_cache(maxsize=1024)
 def conv_backward(device: Device, unit: Unit) -> BackwardBlocks:
-    """Launch configurations of the backward of a unit."""
+    """Launch configurations of a unit's backward."""
     found = (_backward_1x1 if _is_1x1(unit) else _backward_taps)(device.capability, unit)
     return BackwardBlocks(
         _fitting(input_bytes, found.input, device, unit),
@@ -170,7 +170,7 @@ def conv_backward(device: Device, unit: Unit) -> BackwardBlocks:
 def _fitting(
     needed: Callable[[ConvBlocks, Unit], int], blocks: ConvBlocks, device: Device, unit: Unit
 ) -> ConvBlocks:
-    """The blocks, with fewer pixels, or else without a pipeline, if shared memory is short."""
+    """Reduces the pixels, then the stages, until `needed` bytes fit in shared memory."""
     stages = max(blocks.num_stages, blocks.num_tap_stages)
     choices = [(p, stages) for p in (blocks.block_pixels >> i for i in range(4)) if p >= 16]
     for pixels, stages in (*choices, *((p, 1) for p, _ in choices)):
@@ -185,12 +185,12 @@ def _fitting(
 
 
 def forward_bytes(blocks: ConvBlocks, unit: Unit) -> int:
-    """Shared memory of a forward with a residual, at most."""
+    """Upper bound of the shared memory of a forward, with a residual."""
     pixels, cin, cout, _, stages, tap_stages, _ = blocks
     size, x_size, y_size = _itemsizes(unit)
     exchanged = _exchanged_bytes(blocks, max(cin, cout), size)
     if not _is_1x1(unit):
-        # The operands of a tap are stored again after rounding to TF32, while others are copied.
+        # Operands of a tap are stored again after rounding to TF32, while the next are copied.
         operands = (pixels * cin + cin * cout) * 4 if size == 4 else 0
         read = pixels * cin * x_size + cin * cout * size
         return (tap_stages - 1) * read + max(operands, exchanged)
@@ -200,7 +200,7 @@ def forward_bytes(blocks: ConvBlocks, unit: Unit) -> int:
 
 
 def input_bytes(blocks: ConvBlocks, unit: Unit) -> int:
-    """Shared memory of the gradient of x, at most; of 1x1, from one with a step and a skip."""
+    """Upper bound of the shared memory of the kernel for g; for 1x1, with a step and a skip."""
     pixels, cin, cout, _, stages, tap_stages, _ = blocks
     size, x_size, y_size = _itemsizes(unit)
     taps = math.prod(unit.weight_shape[2:])
@@ -219,7 +219,7 @@ def input_bytes(blocks: ConvBlocks, unit: Unit) -> int:
 
 
 def weight_bytes(blocks: ConvBlocks, unit: Unit) -> int:
-    """Shared memory of the gradient of the weight, at most."""
+    """Upper bound of the shared memory of the kernel for the gradient of the weight."""
     pixels, cin, cout, _, stages, _, _ = blocks
     size, x_size, y_size = _itemsizes(unit)
     read = pixels * (cout * y_size + taps_per_program(unit.weight_shape[3]) * cin * x_size)
@@ -227,13 +227,13 @@ def weight_bytes(blocks: ConvBlocks, unit: Unit) -> int:
 
 
 def _exchanged_bytes(blocks: ConvBlocks, channels: int, size: int) -> int:
-    """Room in which threads exchange float32 tiles of so many channels, or weights, or sums."""
+    """Bytes in which threads exchange float32 tiles of `channels`, weights, or sums."""
     tiles = 4 * blocks.block_pixels * channels
     return max(tiles, blocks.block_cin * blocks.block_cout * size, 8192) + (size == 4) * 4096
 
 
 def taps_per_program(kernel_width: int) -> int:
-    """Taps whose weights' gradients a program computes: a row, if registers hold it."""
+    """Taps for which a program computes gradients of weights: a row, if registers hold it."""
     return kernel_width if kernel_width <= 3 else 1
 
 
@@ -257,20 +257,20 @@ def _is_half(unit: Unit) -> bool:
 def _is_masked(unit: Unit) -> bool:
     """Whether masks differ between the elements of a vector load.
 
-    Masks take registers, and no asynchronous copy has 2 bytes.
+    Masks take registers, and asynchronous copies of 2 bytes do not exist.
     """
     return any(channels % 8 for channels in unit.weight_shape[:2])
 
 
 def _has_float32_side(unit: Unit) -> bool:
-    """Whether x or y is wider than the products, and takes more registers and memory."""
+    """Whether x or y is wider than the products, which takes more registers and memory."""
     return max(unit.x_dtype.itemsize, unit.y_dtype.itemsize) > unit.dtype.itemsize
 
 
 def _has_small_tiles(capability: int, unit: Unit) -> bool:
-    """Whether two programs with small tiles, where registers hold them, replace one.
+    """Whether to run two programs with small tiles per multiprocessor, where registers allow.
 
-    They hide latency from each other, and a small batch fills more multiprocessors.
+    Two programs hide each other's latency, and a small batch fills more multiprocessors.
     """
     is_hopper = HOPPER <= capability < BLACKWELL
     return is_hopper and _is_half(unit) and not (_is_masked(unit) or _has_float32_side(unit))
@@ -349,7 +349,7 @@ def _backward_taps(capability: int, unit: Unit) -> BackwardBlocks:
     blocks = ConvBlocks(pixels, min(cin, max_cin), cout, warps, 1, stages)
     both = None
     if unit.y_dtype.itemsize == 2 and weights <= ONE_PASS_WEIGHTS_TAPS:
-        # Small programs hide latency from each other.
+        # Small programs hide each other's latency.
         both = ConvBlocks(32, cin, cout, 2, 1 if _is_masked(unit) else STAGES, 0, resident=4)
     elif _has_small_tiles(capability, unit) and cin == cout == 32:
         # Elsewhere such a program spills, or Triton 3.6 fails to compile it (Blackwell).
@@ -359,7 +359,7 @@ def _backward_taps(capability: int, unit: Unit) -> BackwardBlocks:
 
 
 def _weight_blocks(limits: Limits, unit: Unit, cin: int, cout: int) -> ConvBlocks:
-    """For the gradient of the weight; `cin` and `cout` are the blocks for g."""
+    """Blocks for the gradient of the weight; `cin` and `cout` are the blocks for g."""
     pixels, stages = limits.input_pixels[0], limits.weight_stages
     if not _is_1x1(unit):
         pixels = limits.weight_taps_pixels if cin * cout > 2048 else 32

@@ -2,7 +2,7 @@
 
 A convolution is a sum over taps, the positions of the kernel: for each tap, the product of a tile
 `[pixels, channels]` and the weights of that tap. Tiles are gathered from NHWC tensors by pixel
-index. Padding counts as zero after the activation.
+index. Padding is zero after the activation.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from preact_kernels.kernels.triton.launch import INTERPRETED, needs_int64
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 NONE: Any = None  # for fields of `Norm` and `AffineStep` that the kernel does not read
-# Kernels test `step.x`: Triton 3.6 cannot compare a tuple with None.
+# Triton 3.6 cannot compare a tuple with None, so kernels test `step.x`.
 NO_NORM: Any = KernelNorm(NONE, NONE, NONE, None, 0.0)
 NO_STEP = AffineStep(None, NONE, NO_NORM, NONE, 0.0)
 
 
 class ConvShape(NamedTuple):
-    """Channels, kernel size, stride, padding and dilation: a compile-time argument of kernels."""
+    """Channels, kernel size, stride, padding and dilation; a compile-time argument of kernels."""
 
     K: int
     C: int
@@ -41,7 +41,7 @@ class ConvShape(NamedTuple):
     DIL_W: int
 
     def is_pointwise(self) -> bool:
-        """Whether an output pixel depends on the input pixel at the same position alone."""
+        """Whether an output pixel depends only on the input pixel at the same position."""
         return (
             self.R == self.S == self.STRIDE_H == self.STRIDE_W == 1
             and self.PAD_H == self.PAD_W == 0
@@ -49,7 +49,7 @@ class ConvShape(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Image sizes. Triton specializes kernels for numbers in tuples: none depends on the batch."""
+    """Image sizes, without the batch: Triton specializes kernels for numbers in tuples."""
 
     height: int
     width: int
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
 
 
 class UnitSizes(NamedTuple):
-    """A unit with inputs of one shape, as its launches need it."""
+    """Sizes and compile-time arguments for the launches of a unit with inputs of one shape."""
 
     unit: Unit
     shape: ConvShape
@@ -80,7 +80,7 @@ class UnitSizes(NamedTuple):
 
 def unit_sizes(unit: Unit, x_shape: Sequence[int]) -> UnitSizes:
     """The sizes of a unit whose convolution has one group."""
-    unit = unit._replace(process_group=None)  # kept alive by no cache
+    unit = unit._replace(process_group=None)  # caches must not keep it alive
     stride, padding, dilation, _ = unit.conv
     fields: Any = (*unit.weight_shape, *stride, *padding, *dilation)
     shape = ConvShape(*fields)
@@ -131,15 +131,15 @@ def dot(a, b, total, dtype: tl.constexpr, PRECISION: tl.constexpr):
 def add_after_product(total, added):
     """total + added in float32, rounded to nearest.
 
-    Triton would start the sum of a product with what is added to it, and tensor cores round every
-    sum towards zero.
+    Triton would use `added` as the initial value of the product, and tensor cores round their sums
+    towards zero.
     """
     return tl.fma(total, 1.0, added)
 
 
 @triton.jit
 def split_pixel(pixel, height, width):
-    """Image, row and column of pixels. Division takes fewer instructions for unsigned numbers."""
+    """Image, row and column of pixels; with unsigned divisions, which take fewer instructions."""
     unsigned: tl.constexpr = tl.uint64 if pixel.dtype == tl.int64 else tl.uint32
     h, w = tl.full([], height, unsigned), tl.full([], width, unsigned)
     of_row = pixel.to(unsigned) // w
@@ -150,7 +150,7 @@ def split_pixel(pixel, height, width):
 
 @triton.jit
 def input_pixels(pixel, is_pixel, tap, sizes, SHAPE: tl.constexpr):
-    """The pixels of x that a tap of the given output pixels reads, and which of them exist."""
+    """The pixels of x that a tap reads for output pixels, and whether they exist."""
     TAPS: tl.constexpr = SHAPE.R * SHAPE.S
     if TAPS * SHAPE.STRIDE_H * SHAPE.STRIDE_W == 1 and SHAPE.PAD_H + SHAPE.PAD_W == 0:
         return pixel, is_pixel
@@ -164,7 +164,7 @@ def input_pixels(pixel, is_pixel, tap, sizes, SHAPE: tl.constexpr):
 
 @triton.jit
 def output_pixels(pixel, is_pixel, tap, sizes, SHAPE: tl.constexpr):
-    """The output pixels whose given tap reads the given pixels of x, and which of them exist."""
+    """The output pixels for which a tap reads pixels of x, and whether they exist."""
     TAPS: tl.constexpr = SHAPE.R * SHAPE.S
     if TAPS * SHAPE.STRIDE_H * SHAPE.STRIDE_W == 1 and SHAPE.PAD_H + SHAPE.PAD_W == 0:
         return pixel, is_pixel

@@ -1,7 +1,7 @@
 """Mean and biased variance of each image and group of channels.
 
 Each program stores the moments of some pixels of one image; a second launch merges them in a fixed
-order. Neither depends on the other images.
+order. Results do not depend on the other images.
 """
 
 import torch
@@ -34,10 +34,10 @@ def group_moments_kernel(
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Per channel, of some pixels of an image: pivot, mean - pivot, and sum((x - mean)^2).
+    """Pivot, mean - pivot, and sum((x - mean)^2) per channel, over some pixels of an image.
 
     `x` is `[images, pixels, CHANNELS]` and `moments` `[programs, 3, CHANNELS]`. The pivot is near
-    the mean of the first tile, so that the differences are small. The mean of a constant channel is
+    the mean of the first tile, so that differences are small. The mean of a constant channel is
     exact. Grid: images * programs of an image, channel blocks.
     """
     wait_for_predecessors()
@@ -92,9 +92,9 @@ def group_stats_kernel(
 ):
     """Mean and variance `[images, channels]` of groups of `size` channels, from moments.
 
-    `moments` is `[images, programs, 3, channels]`, each of `program_pixels` pixels or what is left
-    of `pixels`. By the formula of Chan, Golub and LeVeque (1979), in float64, with means relative
-    to the first. Grid: images * groups.
+    `moments` is `[images, programs, 3, channels]`; each program has `program_pixels` pixels, the
+    last one the rest of `pixels`. Merges by the formula of Chan, Golub and LeVeque (1979), in
+    float64, with means relative to the first. Grid: images * groups.
     """
     wait_for_predecessors()
     groups = channels // size
@@ -129,7 +129,8 @@ def group_stats_kernel(
 def group_stats(x: Tensor, groups: int) -> Statistics:
     """See `Kernels.group_stats`.
 
-    A program owns some tiles of a block of channels of an image; then one owns a group of an image.
+    A program owns some tiles of a block of channels of an image; in the second launch, a group of
+    an image.
     """
     launch = elementwise_launch(x, by_image=True)
     images, channels, programs = launch.images, launch.channels, launch.programs_of_image()

@@ -1,7 +1,7 @@
 """Backward of norm, activation and convolution: the gradient of p.
 
-Recomputes the activation from x. May compute the gradient of the convolution's weight in the same
-pass.
+Recomputes the activation from x. The same pass can compute the gradient of the convolution's
+weight.
 """
 
 from typing import cast
@@ -47,9 +47,9 @@ from preact_kernels.kernels.triton.reduction import (
 
 @triton.constexpr_function
 def tap_parts(taps, block_cout):
-    """Numbers of taps whose products are one: powers of two, in falling order.
+    """Numbers of taps per product: powers of two, in falling order.
 
-    More rows of weights in a product take fewer instructions, until registers are spilled.
+    More rows of weights in a product take fewer instructions, until registers spill.
     """
     most = MAX_PART_ROWS // (16 if block_cout == 16 else 64)
     parts = []
@@ -60,7 +60,7 @@ def tap_parts(taps, block_cout):
 
 @triton.constexpr_function
 def parts_of(taps, cout_blocks, block_cout):
-    """Parts of the unrolled sum over taps and output channels: see `rows_of_part`."""
+    """Number of parts of the unrolled sum over taps and output channels; see `rows_of_part`."""
     return cout_blocks if taps == 1 else len(tap_parts(taps, block_cout))
 
 
@@ -103,10 +103,10 @@ def load_tap(
     SHAPE: tl.constexpr,
     IN_TRAINING: tl.constexpr,
 ):
-    """The output's gradient, `[pixels, out channels]`, that a tap passes to x; rounded to `dtype`.
+    """The part of dy, `[pixels, out channels]`, that a tap passes to x, rounded to `dtype`.
 
-    `tile_pixels` are pixels of x, and which of them exist. The gradient is 0 where the tap passes
-    none. The tile is stored in `whole` unless None.
+    `tile_pixels` are pixels of x and whether they exist. The result is 0 where no output pixel
+    reads x with this tap. Stores the tile in `whole` unless None.
     """
     pixel, is_pixel = tile_pixels
     out_pixel, exists = output_pixels(pixel, is_pixel, tap, sizes, SHAPE)
@@ -129,7 +129,7 @@ def load_taps(
     SHAPE: tl.constexpr,
     BLOCK_COUT: tl.constexpr,
 ):
-    """The tiles of a part of the taps, `[pixels, taps * out channels]`, of a whole dy."""
+    """`load_tap` for a part of the taps, `[pixels, taps * out channels]`, of a dy without step."""
     pixel, is_pixel = tile_pixels
     tap, out_channel = rows_of_part(part, SHAPE.R * SHAPE.S, BLOCK_COUT)
     out_pixel, exists = output_pixels(pixel[:, None], is_pixel[:, None], tap[None, :], sizes, SHAPE)
@@ -169,8 +169,8 @@ def store_weights_by_tap(
 ):
     """Stores this program's gradients of the weights `[R, S, K, C]`, tap by tap, in `own`.
 
-    For activations that may not be finite: they are 0 where a tap passes no gradient. dy is 0
-    there, and 0 * inf would be NaN.
+    For activations that may not be finite: sets them to 0 where no output pixel reads them, because
+    dy is 0 there, and 0 * inf is NaN.
     """
     C: tl.constexpr = SHAPE.C
     BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
@@ -217,9 +217,9 @@ def norm_act_conv_backward_kernel(
 ):
     """g `[pixels, C]` = conv_transpose(dy) * act'(p), its sums, and dconv_weight.
 
-    `dy` is a `Gradient`, whole if there are several taps; `whole`, unless None, receives the whole
-    dy. `partials` is `[programs, R, S, K, C]`: the gradient of the weight; or None, for g alone.
-    Grid: programs, blocks of input channels.
+    `dy` is a `Gradient`, without a step if there are several taps. Stores the result of the step in
+    `whole`, and gradients of the weight in `partials [programs, R, S, K, C]`, unless these are
+    None. Grid: programs, blocks of input channels.
     """
     wait_for_predecessors()
     dtype: tl.constexpr = conv_weight.dtype.element_ty
@@ -347,18 +347,18 @@ def input_grid(sizes: UnitSizes, blocks: ConvBlocks) -> tuple[int, int, int]:
 
 
 class InputGradientLaunch:
-    """g and its sums for inputs of one shape, which may be called often.
+    """Reusable launch for g and its sums, for inputs of one shape.
 
     A program owns every `programs`-th tile of a block of input channels.
 
     Args:
-        sizes: of the unit's tensors.
-        blocks: of the kernel.
-        prepared: see `launch_kernel`; {} if all tensors of all calls are aligned, except those of a
-            step without accumulators.
+        sizes: sizes of the unit.
+        blocks: configuration of the kernel.
+        prepared: see `launch_kernel`; {} if all tensors of all calls are aligned, except tensors of
+            a step without accumulators.
 
     Attributes:
-        programs: partial results of the gradient of the weight, where that is computed.
+        programs: number of partial gradients of the weight, if they are computed.
     """
 
     def __init__(
@@ -383,20 +383,20 @@ class InputGradientLaunch:
         partials: Tensor | None,
         needs_whole: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """g, and the whole dy where it is needed or given.
+        """Returns g, and dy without a step, which is None unless needed or given.
 
         Args:
             dy: gradient of the output, with a `KernelNorm` in its step.
-            inputs: with a `KernelNorm` and a packed weight.
+            inputs: tensors with a `KernelNorm` and a packed weight.
             sums: accumulators for the sums of g.
             partials: `[programs, R, S, K, C]` for the gradient of the weight, or None.
-            needs_whole: return the whole dy.
+            needs_whole: return dy without a step.
         """
         x, norm, conv_weight = inputs
         prepared = self._prepared_for(dy)
         if dy.step is not None and (self._has_taps or (needs_whole and not self._is_pointwise)):
-            # Each tap reads dy: the kernel would compute the step as often. It stores the whole dy
-            # only if it reads each pixel once.
+            # The kernel would evaluate the step once per tap, and can store the result only if it
+            # reads each pixel once.
             dy = Gradient(norm_input_gradient(dy, prepared=prepared))
             prepared = self._prepared
         is_whole = dy.step is None
@@ -419,6 +419,6 @@ class InputGradientLaunch:
         return g, whole
 
     def _prepared_for(self, dy: Gradient) -> PreparedLaunches | None:
-        """Only a run has steps with accumulators. Tensors of a caller's step may be unaligned."""
+        """None for a step of a caller, which has no accumulators: its tensors may be unaligned."""
         is_aligned = dy.step is None or dy.step.sums.dtype == torch.int64
         return self._prepared if is_aligned else None

@@ -1,4 +1,4 @@
-"""Launches, properties of the device, grids, and the configuration of elementwise kernels."""
+"""Kernel launches, device properties, grids, and the configuration of elementwise kernels."""
 
 import contextlib
 import functools
@@ -23,20 +23,20 @@ INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
 
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; few, for speed
-_REGISTERS, _WARP = 65536, 32  # of a multiprocessor, and threads of a warp
-_MOST_REGISTERS = 255  # of a thread
+_REGISTERS, _WARP = 65536, 32  # registers per multiprocessor, threads per warp
+_MOST_REGISTERS = 255  # per thread
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
 
 
 @triton.jit
 def wait_for_predecessors():
-    """Waits for the kernels before this one, and lets the next one start. Every kernel begins so.
+    """Waits for all earlier kernels, and lets the next one start. Every kernel begins with it.
 
-    On compute capability 9.0 and later every kernel is launched as dependent: its programs may
-    start while the kernel before it runs (programmatic dependent launch). Past this call they see
-    all that earlier kernels wrote, and may overwrite all that these read: the kernel before it has
-    ended, and so have those before that, for which it waited in turn. Nothing is read ahead of the
-    call, as any tensor may be new: parameters come from an optimizer, packed weights from a kernel.
+    On compute capability 9.0 and later, all kernels use programmatic dependent launch: programs may
+    start while the previous kernel runs. After this call the previous kernel has ended, and so have
+    all kernels that it waited for: programs see what those wrote, and may overwrite what those
+    read. Kernels read nothing before the call, since any tensor may be new: an optimizer writes
+    parameters, a kernel packs weights.
     """
     if not _IS_INTERPRETED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
@@ -44,9 +44,9 @@ def wait_for_predecessors():
 
 
 class PreparedLaunch(NamedTuple):
-    """A compiled kernel, and what its launcher takes before and after the kernel's arguments."""
+    """A compiled kernel, and the launcher's arguments before and after the kernel's own."""
 
-    compiled: Any  # Triton 3.9 unloads the code of a kernel that nothing refers to
+    compiled: Any  # kept alive: Triton 3.9 unloads the code of unreferenced kernels
     run: Callable
     before: tuple  # grid, stream, function, metadata, no hooks
     after: tuple  # compile-time constants
@@ -56,14 +56,15 @@ PreparedLaunches = dict[tuple, PreparedLaunch]
 
 
 def starts_early() -> bool:
-    """Whether kernels of the current device are launched as dependent: `wait_for_predecessors`."""
+    """Whether the current device uses dependent launches; see `wait_for_predecessors`."""
     return not INTERPRETED and cuda_capability_geq(9, 0)
 
 
 def compile_options(constants: Mapping[str, Any], num_warps: int) -> dict[str, Any]:
-    """Triton's options: a kernel has the registers that the resident programs of its grid leave.
+    """Triton's options. Registers are limited to the share of each resident program.
 
-    Without a limit ptxas spills a few registers to stay below 128, for no more resident programs.
+    Without this limit, ptxas spills a few registers to stay below 128, in vain: no more programs
+    become resident.
     """
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     if starts_early():
@@ -92,12 +93,12 @@ def launch_kernel(
         args: tensors, numbers, and tuples of them, in the order of the kernel's parameters.
         constants: the parameters that follow, by name and in order.
         num_warps: warps of a program.
-        prepared: known launches in one `LaunchContext`, which save Triton's lookup of the kernel:
-            12 us. A missing launch is added, except under the interpreter or where a profiler has
-            set hooks, which prepared launches do not call. None: look the kernel up.
-        key: launches of a kernel with one grid and one key have the same constants, warps and
-            types, integers that Triton specializes alike, and tensors that all begin at multiples
-            of 16 bytes.
+        prepared: known launches in one `LaunchContext`; they skip Triton's lookup of the kernel,
+            which takes 12 us. A missing launch is added, except under the interpreter or if a
+            profiler has set hooks, which prepared launches do not call. None: look the kernel up.
+        key: launches of a kernel with equal grids and keys must have the same constants, warps and
+            types, integers that Triton specializes alike, and tensors that begin at multiples of 16
+            bytes.
     """
     own_key = kernel.__name__, grid, key
     with_hooks = has_launch_hooks()
@@ -120,7 +121,7 @@ def current_stream() -> int:
 
 
 class LaunchContext(NamedTuple):
-    """What a prepared launch depends on, besides its key."""
+    """The state that a prepared launch depends on, besides its key."""
 
     device: torch.device
     properties: Device
@@ -129,7 +130,7 @@ class LaunchContext(NamedTuple):
 
 
 def launch_context(x: Tensor) -> LaunchContext:
-    """The context of launches on the device of `x`, the current one."""
+    """The context of launches on the device of `x`, which is the current device."""
     knobs = triton.knobs
     options = knobs.runtime.debug, knobs.compilation.instrumentation_mode
     stream = 0 if INTERPRETED else current_stream()
@@ -144,39 +145,39 @@ def has_launch_hooks() -> bool:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """ceil(a / b), without the 2 us that `triton.cdiv` takes on the host."""
+    """ceil(a / b); `triton.cdiv` takes 2 us on the host."""
     return -(-a // b)
 
 
 def on_device_of(x: Tensor):
-    """A context in which kernels are launched on the device of `x`."""
+    """A context that launches kernels on the device of `x`."""
     if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return contextlib.nullcontext()
 
 
 def nhwc_strides(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """Strides of a dense tensor in NHWC order, for `new_empty_strided`: faster than `empty`."""
+    """Strides of a dense tensor in NHWC order for `new_empty_strided`, faster than `empty`."""
     _, channels, height, width = shape
     return height * width * channels, 1, width * channels, channels
 
 
 def needs_int64(*sizes: int) -> bool:
-    """Whether a tensor of one of these sizes has elements beyond the range of 32-bit indices."""
+    """Whether a tensor with one of these numbers of elements exceeds 32-bit indices."""
     return max(sizes) > _MAX_INT32_INDEX
 
 
 def aligned(t: Tensor) -> Tensor:
-    """The tensor, or a copy if it does not begin at a multiple of 16 bytes.
+    """Returns the tensor, or a copy if it does not begin at a multiple of 16 bytes.
 
-    Where the images of a kernel begin decides how it spreads a tile over its threads, and so the
-    order of its sums: kernels that add up pixels take aligned images.
+    Alignment decides how Triton spreads a tile over threads, and so the order of sums: kernels that
+    sum over pixels take aligned tensors.
     """
     return t if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.preserve_format)
 
 
 def all_aligned(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors, with a copy of each that does not begin at a multiple of 16 bytes."""
+    """Applies `aligned` to each tensor."""
     if any(address % 16 for address in map(Tensor.data_ptr, tensors)):
         return [aligned(t) for t in tensors]
     return tensors
@@ -205,8 +206,8 @@ def properties(device: torch.device) -> Device:
 def persistent_programs(device: torch.device, tiles: int, columns: int, resident: int) -> int:
     """Number of programs that share the `tiles` of each grid column.
 
-    As many as are resident on the device at once, with `resident` programs per multiprocessor. The
-    order of sums depends on this number, so it is a function of the device, not of its load.
+    All are resident at once, with `resident` programs per multiprocessor. The order of sums depends
+    on this number, so it depends on the device only, not on its load.
     """
     if INTERPRETED:
         return min(tiles, _INTERPRETED_PROGRAMS)
@@ -217,24 +218,24 @@ class ElementwiseLaunch(NamedTuple):
     """Launch configuration of an elementwise kernel on `[images, pixels, channels]`."""
 
     device: torch.device
-    images: int  # 1: all pixels of the batch are one image
-    pixels: int  # of an image
+    images: int  # 1: the pixels of the batch count as one image
+    pixels: int  # per image
     channels: int
-    grid: tuple[int, int, int]  # a program for every tile and block of channels
+    grid: tuple[int, int, int]  # a program for each tile and block of channels
     constants: dict
     num_warps: int
 
     def persistent_grid(self) -> tuple[int, int, int]:
-        """The grid of a kernel whose programs each own several tiles, of the whole batch."""
+        """The grid of a kernel in which each program owns several tiles of the batch."""
         tiles, columns, _ = self.grid
         return persistent_programs(self.device, tiles, columns, ELEMENTWISE_RESIDENT), columns, 1
 
     def programs_of_image(self) -> int:
-        """Programs that share the tiles of an image, in each grid column of `image_grid`."""
+        """Programs per image, in each grid column of `image_grid`."""
         return ceil_div(self.grid[0] // self.images, TILES_OF_IMAGE)
 
     def image_grid(self) -> tuple[int, int, int]:
-        """The grid of a kernel whose programs each own several tiles of one image."""
+        """The grid of a kernel in which each program owns several tiles of one image."""
         return self.images * self.programs_of_image(), self.grid[1], 1
 
 
@@ -247,10 +248,10 @@ def _elementwise_constants(channels: int, int64: bool, is_small: bool) -> dict:
 def elementwise_launch(
     x: Tensor, by_image: bool = False, is_small: bool = False
 ) -> ElementwiseLaunch:
-    """Launch configuration of an elementwise kernel that reads or writes tensors shaped like x.
+    """Launch configuration of an elementwise kernel for tensors shaped like x.
 
     Args:
-        x: the tensor.
+        x: a tensor `[N, C, H, W]`.
         by_image: each program works on one image, with small tiles.
         is_small: small tiles, for kernels that need more registers per element.
     """

@@ -1,7 +1,7 @@
 """Norm and activation, forward and backward, and the gradient of a norm's input.
 
-If the norm has rows, each program works on one image. The kernels of batch norm with ReLU do not
-change: `rows` and `parameter` are None, and no code is compiled for them.
+If the norm has rows, each program works on one image. Otherwise `rows` is None, and for activations
+without a parameter `parameter` is None: no code is compiled for them.
 """
 
 from typing import cast
@@ -64,7 +64,7 @@ def norm_act_forward_kernel(
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """y = act(p), both `[images, pixels, CHANNELS]`, with one image if `rows` is None.
+    """y = act(p). x and y are `[images, pixels, CHANNELS]`, with one image if `rows` is None.
 
     Grid: images * tiles of an image, channel blocks.
     """
@@ -211,7 +211,7 @@ def norm_input_gradient_kernel(
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """dx = [skip +] A*g + B*(x - mean) + C; with g * act'(p) for g unless ACTIVATION is None.
+    """dx = [skip +] A*g + B*(x - mean) + C; unless ACTIVATION is None, g = gradient.g * act'(p).
 
     All tensors are `[images, pixels, CHANNELS]`, with one image if `rows` is None. Grid: images *
     tiles of an image, channel blocks.
@@ -338,8 +338,8 @@ def norm_input_gradient(
 ) -> Tensor:
     """See `Kernels.norm_input_gradient`. A program owns one tile.
 
-    For `prepared` see `launch_kernel`; use one for each shape, dtype and activation, and for norms
-    without rows.
+    For `prepared` see `launch_kernel`; use one per shape, dtype and activation, for norms without
+    rows.
     """
     step = cast(AffineStep, gradient.step)
     x, norm = step.x, step.norm

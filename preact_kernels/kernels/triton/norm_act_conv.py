@@ -1,4 +1,4 @@
-"""Norm, activation and convolution: one fused kernel where faster, else PyTorch's convolution."""
+"""Norm, activation and convolution: a fused kernel where faster, else PyTorch's convolution."""
 
 import torch
 
@@ -26,9 +26,9 @@ _ACTIVATIONS = ("relu", "leaky_relu", "identity")  # others are bound by instruc
 
 
 def serves(unit: Unit, pixels: int | None = None) -> bool:
-    """See `Kernels.serves`. The same on every device.
+    """See `Kernels.serves`. The result does not depend on the device or on `pixels`.
 
-    Products in half precision may have float32 weights, and float32 on one side: x or y.
+    With products in half precision, weights may be float32, and so may one of x and y.
     """
     sides = unit.x_dtype, unit.y_dtype
     return (

@@ -30,30 +30,31 @@ def costs_less_apart(programs: int, apart_programs: int, weights: int, apart_byt
     """Whether a separate launch for the gradient of a weight moves fewer bytes than one pass.
 
     Args:
-        programs: of the pass that also computes g; each stores a gradient of the weight.
-        apart_programs: of the separate launch.
+        programs: programs of the single pass; each stores a gradient of the weight.
+        apart_programs: programs of the separate launch.
         weights: number of weights.
-        apart_bytes: of x and dy, which are read again, and of dy where it is stored for that.
+        apart_bytes: bytes that the separate launch adds: it reads x and dy again, and dy may have
+            to be stored first.
     """
-    partial_bytes = 2 * 4 * weights  # float32, written and read again
+    partial_bytes = 2 * 4 * weights  # float32, written and read
     return apart_programs * partial_bytes + apart_bytes < programs * partial_bytes
 
 
 class BackwardLaunch:
-    """The backward of a unit for inputs of one shape, which may be called often.
+    """Reusable launches for the backward of a unit, for inputs of one shape.
 
     Args:
-        sizes: of the unit's tensors.
-        wanted: the results that are computed.
-        dy_is_whole: whether dy has no deferred step, or is stored in any case.
+        sizes: sizes of the unit.
+        wanted: the results to compute.
+        dy_is_whole: whether dy has no deferred step, or its result is stored in any case.
         prepared: see `InputGradientLaunch`.
 
     Attributes:
         sizes, prepared: as given.
         in_one_pass: whether one kernel computes g and the gradient of the weight.
-        input: launch for g, and in one pass for the gradient of the weight.
-        weight: separate launch for the gradient of the weight, for several units at once.
-        programs: partial results of the gradient of the weight, for each unit.
+        input: launch for g, and for the gradient of the weight if `in_one_pass`.
+        weight: separate launch for the gradients of the weights of several units.
+        programs: number of partial gradients of the weight per unit.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class BackwardLaunch:
 def launch_norm_act_conv_backward(
     unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
 ) -> Gradients:
-    """See `Kernels.norm_act_conv_backward`; for one group."""
+    """`Kernels.norm_act_conv_backward` for convolutions with one group."""
     x, norm, conv_weight = inputs
     norm, dy = kernel_norm(norm), kernel_gradient(dy)
     launch = BackwardLaunch(unit_sizes(unit, x.shape), wanted, dy.step is None or wanted.dy)

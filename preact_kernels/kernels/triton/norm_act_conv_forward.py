@@ -1,4 +1,4 @@
-"""Norm, activation and convolution in one kernel: neither p nor act(p) is stored in memory."""
+"""Norm, activation and convolution in one kernel, without storing p or act(p)."""
 
 import triton
 import triton.language as tl
@@ -66,9 +66,9 @@ def norm_act_conv_forward_kernel(
 ):
     """y `[pixels, K]` = conv(act(p)) [+ conv_bias] [+ residual].
 
-    Reads the statistics of x from the accumulators `x_sums`, of `count` pixels, or from the norm if
-    they are None. Adds sums for the statistics of y to `sums` unless None. Grid: programs, blocks
-    of output channels.
+    Reads the statistics of x from the accumulators `x_sums` over `count` pixels, or from the norm
+    if they are None. Adds moments of y to the accumulators `sums` unless None. Grid: programs,
+    blocks of output channels.
     """
     wait_for_predecessors()
     dtype: tl.constexpr = conv_weight.dtype.element_ty
@@ -91,7 +91,8 @@ def norm_act_conv_forward_kernel(
             channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
             weight = load_weight(conv_weight, 0, channel, out_channel, SHAPE, TRANSPOSED=False)
             weights = weights + (weight,)
-    # Behind a residual, threads have no pairs of rows to fold; wide tiles would not fit otherwise.
+    # With a residual, a thread does not have rows r and r + 8 (`empty_sums`), but wide tiles do not
+    # fit in registers otherwise.
     FOLDED: tl.constexpr = residual is None or BLOCK_COUT > 32
     moments = empty_moments(BLOCK_COUT)
     tiles = tiles_of(pixels, BLOCK_PIXELS)
@@ -143,12 +144,12 @@ def norm_act_conv_forward_kernel(
 
 
 class ForwardLaunch:
-    """The forward of a unit for inputs of one shape, which may be called often.
+    """Reusable launch for the forward of a unit, for inputs of one shape.
 
     A program owns every `programs`-th tile of a block of output channels.
 
     Args:
-        sizes: of the unit's tensors.
+        sizes: sizes of the unit.
         prepared: see `launch_kernel`; {} if all tensors of all calls are aligned.
 
     Attributes:
@@ -177,10 +178,10 @@ class ForwardLaunch:
         epilogue: Epilogue,
         sums: Tensor | None,
     ) -> Tensor:
-        """y.
+        """Returns y.
 
         Args:
-            inputs: with a `KernelNorm` and a packed weight.
+            inputs: tensors with a `KernelNorm` and a packed weight.
             x_sums: accumulators with the statistics of x; None: the norm has them.
             epilogue: tensors to add.
             sums: accumulators for the statistics of y, or None.
@@ -201,7 +202,7 @@ class ForwardLaunch:
 
 
 def launch_norm_act_conv_forward(unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
-    """See `Kernels.norm_act_conv_forward`; for one group."""
+    """`Kernels.norm_act_conv_forward` for convolutions with one group."""
     x = inputs.x
     sizes = unit_sizes(unit, x.shape)
     launch = ForwardLaunch(sizes)

@@ -1,7 +1,7 @@
-"""Weights of convolutions as kernels read them: dense in the order K, R, S, C, in one dtype.
+"""Packing of convolution weights: kernels read `[K, R, S, C]` in the dtype of the products.
 
-Weights stored like this are read in place. Others are copied, once for a run of blocks: weights in
-the default layout, and float32 weights for products in half precision.
+Weights stored like this are read in place. Weights in the default layout, and float32 weights for
+products in half precision, are copied, once for a run of blocks.
 """
 
 import itertools
@@ -43,10 +43,10 @@ def pack_weights_kernel(
     WEIGHTS: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
 ):
-    """`packed [weights, K, R, S, C]` = a tuple of weights `[K, C, R, S]` with the given strides.
+    """Copies a tuple of weights `[K, C, R, S]` with the given strides to `packed`.
 
-    `size` is K * taps * C, and rows of `packed` begin `row` elements apart. Grid: blocks of
-    elements, weights.
+    `packed` is `[weights, K, R, S, C]`, with `row` elements from one weight to the next. `size` is
+    K * taps * C. Grid: blocks of elements, weights.
     """
     wait_for_predecessors()
     index = tl.program_id(1)
@@ -71,9 +71,9 @@ def is_packed(conv_weight: Tensor, dtype: torch.dtype) -> bool:
 def pack_weights(
     conv_weights: Sequence[Tensor], dtype: torch.dtype, prepared: PreparedLaunches | None = None
 ) -> list[Tensor]:
-    """Copies of weights of one shape and dtype, `[K, R, S, C]`. A program owns a block of a weight.
+    """Copies weights of one shape and dtype to `[K, R, S, C]`. A program owns a block of a weight.
 
-    For `prepared` see `launch_kernel`; use one for each shape and dtypes of weights.
+    For `prepared` see `launch_kernel`; use one per shape and dtypes.
     """
     conv_weights = all_aligned(conv_weights)
     if len({w.stride() for w in conv_weights}) > 1:
@@ -100,5 +100,5 @@ def pack_weights(
 
 
 def packed_weight(conv_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """One weight, packed."""
+    """Packs one weight, unless kernels can read it in place."""
     return conv_weight if is_packed(conv_weight, dtype) else pack_weights([conv_weight], dtype)[0]

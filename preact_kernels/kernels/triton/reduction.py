@@ -1,14 +1,14 @@
 """Sums over the programs of a grid, with the same bits in every run.
 
 Statistics and the two sums of batch norm's backward are added to exact integer accumulators by
-atomic operations, so the order of programs does not matter. The next kernel reads its sums there.
-The gradient of a convolution's weight has many more elements: each program stores a partial result,
-and a separate launch adds these in a fixed order.
+atomic operations, so the order of programs does not matter. The next kernel reads them there. The
+gradient of a convolution's weight has many more elements: each program stores a partial result, and
+a separate launch adds these in a fixed order.
 
-Accumulators are `[2, 6, channels]` int64 zeros, for two sums a channel. A float64 value is split
-into five words of 48 bits with the units 2^-96, 2^-48, 1, 2^48 and 2^96. A word is the sum of what
-up to 2^15 programs add; only the part of a value below 2^-96 is lost. The sixth word counts NaN,
-+inf and -inf in three fields of 21 bits; a value of 2^143 or more counts as infinite.
+Accumulators are `[2, 6, channels]` int64, initially zero, for two sums per channel. A float64 value
+is split into five words of 48 bits with the units 2^-96, 2^-48, 1, 2^48 and 2^96, which leaves room
+for sums over 2^15 programs. Only the part of a value below 2^-96 is lost. The sixth word counts
+NaN, +inf and -inf in three fields of 21 bits; a value of 2^143 or more counts as infinite.
 """
 
 import torch
@@ -34,9 +34,9 @@ _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def column_sums(tile):
-    """Sums over the pixels of a float32 tile `[pixels, channels]`, or over all but the last axis.
+    """Sums a float32 tile `[..., channels]` over all but the last axis.
 
-    A GPU adds in a tree. The interpreter adds row by row, so it uses float64 to be as accurate.
+    A GPU adds in a tree. The interpreter adds row by row, and in float64 to be as accurate.
     """
     if len(tile.shape) == 3:
         return column_sums(tl.reshape(tile, [tile.shape[0] * tile.shape[1], tile.shape[2]]))
@@ -48,10 +48,10 @@ def column_sums(tile):
 
 @triton.jit
 def empty_sums(BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, FOLDED: tl.constexpr):
-    """Zeros to which each thread adds its elements of tiles `[pixels, channels]`.
+    """Zeros to which `add_rows` adds tiles `[pixels, channels]`, without exchange between threads.
 
-    They are summed over threads once, by `column_sums` after the loop over tiles. If `FOLDED`,
-    they are `[pixels / 16, 8, channels]`: a thread that has row r of a product has row r + 8 too.
+    After the loop over tiles, `column_sums` sums them over threads. If `FOLDED`, they are
+    `[pixels / 16, 8, channels]`: a thread that has row r of a product also has row r + 8.
     """
     if FOLDED:
         return tl.zeros([BLOCK_PIXELS // 16, 8, BLOCK_CHANNELS], tl.float32)
@@ -61,7 +61,7 @@ def empty_sums(BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, FOLDED:
 
 @triton.jit
 def add_rows(sums, tile):
-    """`sums`, of `empty_sums`, plus a float32 tile."""
+    """Adds a float32 tile to sums from `empty_sums`."""
     if len(sums.shape) == 3:
         pairs = tl.reshape(tile, [sums.shape[0], 2, 8, sums.shape[2]])
         return sums + tl.sum(pairs, 1)
@@ -71,17 +71,17 @@ def add_rows(sums, tile):
 
 @triton.jit
 def as_pivot(mean):
-    """The first 16 bits of a float32 mean: differences from them are not all rounded alike."""
+    """A float32 mean without the last 8 bits: values minus it do not all round the same way."""
     return (mean.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def empty_moments(BLOCK_CHANNELS: tl.constexpr):
-    """Moments of no tiles: their number, the pivot, and sums of x - pivot and of its square.
+    """Moments of no tiles: number of tiles, pivot, sums of x - pivot and of (x - pivot)^2.
 
-    All but the number are `[channels]`. The pivot is near the mean: x - pivot is exact where the
-    mean is large relative to the deviation. A program adds tiles in pieces, by a loop over the
-    `next_piece`. A branch in the loop over tiles would take more registers.
+    All but the number are `[channels]`. The pivot is near the mean: x - pivot is exact if the mean
+    is large relative to the deviation. A program adds tiles in pieces, in a loop over `next_piece`,
+    since a branch in the loop over tiles would take more registers.
     """
     zeros = tl.zeros([BLOCK_CHANNELS], tl.float32)
     return tl.full([], 0, tl.int32), zeros, zeros, zeros
@@ -91,8 +91,8 @@ def empty_moments(BLOCK_CHANNELS: tl.constexpr):
 def next_piece(moments, tiles, IN_PIECES: tl.constexpr = True):
     """Begin and end of the next piece of a program's tiles, which are `tl.num_programs(0)` apart.
 
-    The first piece has 16 tiles, or all if not `IN_PIECES`. Every other piece has 7 times the tiles
-    of all before it. After the last one, begin is `tiles` or more.
+    The first piece has 16 tiles, or all unless `IN_PIECES`. Each later piece has 7 times the tiles
+    of all earlier pieces. After the last piece, begin >= `tiles`.
     """
     begin = (tl.program_id(0) + moments[0] * tl.num_programs(0)).to(tiles.dtype)
     if not IN_PIECES:
@@ -104,7 +104,7 @@ def next_piece(moments, tiles, IN_PIECES: tl.constexpr = True):
 
 @triton.jit
 def count_pixels(tiles, pixels, BLOCK_PIXELS: tl.constexpr):
-    """Number of pixels in a program's `tiles`, in float64. Only the last tile may not be full."""
+    """Number of pixels in a program's `tiles`, in float64. Only the last tile may be partial."""
     last = (tl.program_id(0) + (tiles - 1) * tl.num_programs(0)).to(tl.int64)
     missing = BLOCK_PIXELS - tl.minimum(pixels - last * BLOCK_PIXELS, BLOCK_PIXELS)
     return tiles.to(tl.float64) * BLOCK_PIXELS - missing
@@ -114,10 +114,10 @@ def count_pixels(tiles, pixels, BLOCK_PIXELS: tl.constexpr):
 def begin_piece(
     moments, BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, FOLDED: tl.constexpr
 ):
-    """The moments with sums to which tiles are added: see `empty_sums`.
+    """Replaces the sums of moments by `empty_sums` with the same total, to which tiles are added.
 
-    The pivot is the mean of all earlier pieces. That of the first piece is the mean of one tile,
-    which may be far from all others: sums over many tiles would not be accurate.
+    The new pivot is the mean of all earlier pieces. The first piece uses the mean of its first
+    tile, which may be far from the mean of all: sums over many tiles would be inaccurate.
     """
     tiles, pivot, shifted, squares = moments
     count = tiles.to(tl.float32) * BLOCK_PIXELS
@@ -133,7 +133,7 @@ def begin_piece(
 
 @triton.jit
 def add_tile(moments, tile, is_row, left):
-    """The moments after one more tile `[pixels, channels]`, with `left` > 0 or all pixels valid."""
+    """Adds a tile `[pixels, channels]` to moments; `left` pixels from its begin on are valid."""
     tiles, pivot, total, squares = moments
     if tiles == 0:
         rows = tl.minimum(left, tile.shape[0])
@@ -145,10 +145,10 @@ def add_tile(moments, tile, is_row, left):
 
 @triton.jit
 def end_piece(moments):
-    """The moments with sums over all pixels."""
+    """Reduces the sums of moments to `[channels]`."""
     tiles, pivot, shifted, squares = moments
     CHANNELS: tl.constexpr = pivot.shape[0]
-    if CHANNELS <= 32:  # one reduction, which takes fewer registers here
+    if CHANNELS <= 32:  # one reduction takes fewer registers
         ROWS: tl.constexpr = shifted.numel // CHANNELS
         both = column_sums(tl.reshape(tl.join(shifted, squares), [ROWS, 2 * CHANNELS]))
         shifted, squares = tl.split(tl.reshape(both, [CHANNELS, 2]))
@@ -159,7 +159,7 @@ def end_piece(moments):
 
 @triton.jit
 def one_per_thread(values):
-    """The same values, spread over the threads of the program.
+    """Spreads the values over the threads of the program.
 
     After a reduction of a tile, many threads hold each value, and each thread holds many values.
     """
@@ -168,10 +168,10 @@ def one_per_thread(values):
 
 @triton.jit
 def add_exact(sums, value, channel, is_channel, CHANNELS: tl.constexpr):
-    """Adds a block of float64 values to their accumulators `[6, CHANNELS]`.
+    """Adds a block of float64 values to accumulators `[6, CHANNELS]`.
 
-    Most words are zero and are not added. The words are cut out of the bits of a value: many GPUs
-    calculate with float64, and convert it, far more slowly than integers.
+    Skips words that are zero, as most are. Uses integer operations on the bits of the values: on
+    many GPUs, float64 arithmetic and conversions are far slower.
     """
     bits = value.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) & 0x7FF).to(tl.int32)
@@ -180,8 +180,8 @@ def add_exact(sums, value, channel, is_channel, CHANNELS: tl.constexpr):
     is_special = exponent >= 1023 + 143
     one = tl.where(is_nan, 1, tl.where(bits > 0, 1 << 21, 1 << 42)).to(tl.int64)
     tl.atomic_add(sums + 5 * CHANNELS + channel, one, mask=is_channel & is_special, sem="relaxed")
-    # |value| = mantissa * 2^(lowest - 96), but for denormals, which are far below 2^-96. The 53
-    # bits of the mantissa fall into three words.
+    # |value| = mantissa * 2^(lowest - 96), except for denormals, which are far below 2^-96. The 53
+    # bits of the mantissa span up to three words.
     lowest = exponent - (1023 + 52 - 96)
     mantissa = (fraction | (1 << 52)) >> tl.minimum(tl.maximum(-lowest, 0), 63).to(tl.int64)
     mantissa = tl.where(is_special, 0, mantissa)
@@ -199,7 +199,7 @@ def add_exact(sums, value, channel, is_channel, CHANNELS: tl.constexpr):
 
 @triton.jit
 def carry(words):
-    """Makes each word but the highest less than 2^48 and not negative."""
+    """Normalizes words: all but the highest are in [0, 2^48)."""
     carried = ()
     over = 0
     for word in tl.static_range(4):
@@ -215,7 +215,7 @@ def load_exact(sums, channel, is_channel, CHANNELS):
     words = ()
     for word in tl.static_range(5):
         words = words + (tl.load(sums + word * CHANNELS + channel, mask=is_channel, other=0),)
-    # The words of a negative sum would cancel each other: use the words of its negation.
+    # Words of a negative sum would cancel each other: use the words of its negation.
     words = carry(words)
     is_negative = words[4] < 0
     magnitudes = ()
@@ -235,7 +235,7 @@ def load_exact(sums, channel, is_channel, CHANNELS):
 
 @triton.jit
 def add_moments(moments, pixels, BLOCK_PIXELS, sums, channel, is_channel, CHANNELS: tl.constexpr):
-    """Adds the sum and the sum of squares of a program's tiles of `pixels` to accumulators."""
+    """Adds the sum and the sum of squares of a program's tiles to accumulators."""
     tiles, pivot, shifted, squares = moments
     count = count_pixels(tiles, pixels, BLOCK_PIXELS)
     pivot = one_per_thread(pivot).to(tl.float64)
@@ -260,8 +260,8 @@ def reciprocal(count):
 def divided(total, count, inverse):
     """total / count, rounded to nearest, in fewer operations than a division.
 
-    The remainder of `total * inverse`, which corrects it, is exact: P. Markstein, IBM J. Res. Dev.
-    34, 1990. `inverse` is the `reciprocal` of the count.
+    Corrects `total * inverse` by its exact remainder: P. Markstein, IBM J. Res. Dev. 34, 1990.
+    `inverse` is the `reciprocal` of the count.
     """
     quotient = total * inverse
     remainder = tl.fma(-quotient, tl.zeros_like(quotient) + count.to(tl.float64), total)
@@ -271,9 +271,9 @@ def divided(total, count, inverse):
 
 @triton.jit
 def load_statistics(sums, count, channel, is_channel, CHANNELS):
-    """Mean and biased variance in float32 of `count` pixels.
+    """Mean and biased variance over `count` pixels, in float32.
 
-    E[x^2] - mean^2 is accurate enough for float32: both terms are exact to float64.
+    E[x^2] - mean^2 is accurate enough, as both terms are accurate to float64.
     """
     inverse = reciprocal(count)
     mean = divided(load_exact(sums, channel, is_channel, CHANNELS), count, inverse)
@@ -285,7 +285,7 @@ def load_statistics(sums, count, channel, is_channel, CHANNELS):
 
 @triton.jit
 def add_two_sums(first, second, sums, channel, is_channel, CHANNELS: tl.constexpr):
-    """Adds two float32 values a channel to accumulators."""
+    """Adds two float32 values per channel to accumulators."""
     first, second = one_per_thread(first).to(tl.float64), one_per_thread(second).to(tl.float64)
     add_exact(sums, first, channel, is_channel, CHANNELS)
     add_exact(sums + _WORDS * CHANNELS, second, channel, is_channel, CHANNELS)
@@ -293,7 +293,7 @@ def add_two_sums(first, second, sums, channel, is_channel, CHANNELS: tl.constexp
 
 @triton.jit
 def load_two_sums(sums, channel, is_channel, CHANNELS):
-    """Two float32 sums a channel, from float32 `[2, CHANNELS]` or from accumulators."""
+    """Two float32 sums per channel, from float32 `[2, CHANNELS]` or from accumulators."""
     if sums.dtype.element_ty == tl.int64:
         first = load_exact(sums, channel, is_channel, CHANNELS).to(tl.float32)
         second = load_exact(sums + _WORDS * CHANNELS, channel, is_channel, CHANNELS)
@@ -319,10 +319,10 @@ def finish_sums_kernel(
     ARE_STATISTICS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """Accumulators `[units, 2, 6, channels]` as float32: `first` and `second` `[units, channels]`.
+    """Converts accumulators `[units, 2, 6, channels]` to float32 `first` and `second`.
 
-    The two are mean and variance, or the sums. Rows of both are `stride` elements apart. Grid:
-    channel blocks, units.
+    These are `[units, channels]` with rows `stride` elements apart: mean and variance, or the two
+    sums. Grid: channel blocks, units.
     """
     wait_for_predecessors()
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -340,7 +340,7 @@ def finish_sums_kernel(
 def _launch_finish(
     sums: Tensor, count: int, first: Tensor, second: Tensor, prepared: PreparedLaunches | None
 ) -> None:
-    """A program owns a block of channels of one unit."""
+    """A program owns a block of channels of one unit. If `count` is 0, computes sums."""
     units, _, _, channels = sums.shape
     block = 128
     launch_kernel(
@@ -357,10 +357,10 @@ def _launch_finish(
 def finished_statistics(
     sums: Tensor, count: int, prepared: PreparedLaunches | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance, `[units, channels]` each, of accumulators over `count` values a channel.
+    """Mean and variance `[units, channels]` from accumulators over `count` values per channel.
 
-    Two tensors: results of a registered op may not share memory. For `prepared` see
-    `launch_kernel`; use one for each number of channels.
+    The two do not share memory, as results of a registered op must not. For `prepared` see
+    `launch_kernel`; use one per number of channels.
     """
     units, _, _, channels = sums.shape
     mean, var = (aligned_rows(sums, units, channels, torch.float32) for _ in range(2))
@@ -369,10 +369,7 @@ def finished_statistics(
 
 
 def finished_sums(sums: Tensor, prepared: PreparedLaunches | None = None) -> Tensor:
-    """The sums of accumulators, `[units, 2, channels]` float32.
-
-    For `prepared` see `launch_kernel`; use one for each number of channels.
-    """
+    """Float32 sums `[units, 2, channels]` from accumulators; `prepared` as in the one above."""
     units, _, _, channels = sums.shape
     results = aligned_rows(sums, units, 2 * channels, torch.float32).view(units, 2, channels)
     _launch_finish(sums, 0, results[:, 0], results[:, 1], prepared)
@@ -398,7 +395,7 @@ def sum_partials_kernel(
     """Sums `partials [units, programs, R, S, K, C]` over programs.
 
     Units of `partials` are `unit_stride` elements apart. `dconv_weight` is `[units, K, C, R, S]`
-    with the strides given. Grid: blocks of elements, units.
+    with the given strides. Grid: blocks of elements, units.
     """
     wait_for_predecessors()
     weights = taps * K * C
@@ -421,14 +418,12 @@ def sum_partials_kernel(
 def launch_sum_partials(
     partials: Tensor, dconv_weights: Tensor, prepared: PreparedLaunches | None = None
 ) -> None:
-    """Sums `partials` over programs into `dconv_weights`.
-
-    A program owns a block of elements, of all programs' partials of one unit.
+    """Sums `partials` over programs into `dconv_weights`. A program owns a block of elements.
 
     Args:
         partials: `[units, programs, R*S*K*C]` float32; each unit is dense.
-        dconv_weights: `[units, K, C, R, S]`, any dtype; units are dense, in any order.
-        prepared: see `launch_kernel`. Use one for each shape of partials and dtype of weights.
+        dconv_weights: `[units, K, C, R, S]`, any dtype; each unit is dense, in any memory format.
+        prepared: see `launch_kernel`; use one per shape of partials and dtype of weights.
     """
     units, programs, weights = partials.shape
     _, K, C, R, S = dconv_weights.shape

@@ -37,7 +37,7 @@ def residual_add_forward_kernel(
     INT64: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """y = x + branch, all `[pixels, CHANNELS]`, and sums for the statistics of y unless None.
+    """y = x + branch, `[pixels, CHANNELS]`. Adds moments of y to the accumulators `sums` if given.
 
     Grid: programs, channel blocks.
     """

@@ -1,4 +1,4 @@
-"""The units of a run of blocks: their parameters as kernels read them, and their launches."""
+"""The units of a run of blocks: packed weights, norms and launches."""
 
 import functools
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from preact_kernels.kernels.triton.packing import is_packed, pack_weights
 
 
 class RunUnit(NamedTuple):
-    """The units at one place in each block, such as all first units. Lists are over blocks."""
+    """The units at one position in each block, such as all first units. Lists are over blocks."""
 
-    conv_weights: Sequence[Tensor]  # as given
+    conv_weights: Sequence[Tensor]
     packed: list[Tensor]  # `[K, R, S, C]` in the dtype of the products
     forward: ForwardLaunch
     backward: BackwardLaunch
 
 
 def run_units(run: BlockRun, x: Tensor) -> list[RunUnit]:
-    """The units of a block; `x` is an input of a block."""
+    """One `RunUnit` for each unit of a block; `x` is the input of any block."""
     count = len(run.units)
     conv_weights = [p.conv_weight for p in run.parameters]
     return [
@@ -35,7 +35,7 @@ def run_units(run: BlockRun, x: Tensor) -> list[RunUnit]:
 
 
 def run_norms(run: BlockRun, statistics: Sequence[Statistics]) -> list[Any]:
-    """A `KernelNorm` for every unit; mean and variance are None after the given statistics."""
+    """A `KernelNorm` for each unit; mean and variance are None beyond the given statistics."""
     missing = [NONE] * (len(run.parameters) - len(statistics))
     means, variances = (all_aligned(tensors) for tensors in zip(*statistics, strict=True))
     bn_weights, bn_biases, _ = zip(*run.parameters, strict=True)
@@ -52,7 +52,7 @@ def run_norms(run: BlockRun, statistics: Sequence[Statistics]) -> list[Any]:
 
 
 def _packed(conv_weights: Sequence[Tensor], launch: ForwardLaunch) -> list[Tensor]:
-    """The weights as `launch` takes them: those given, or copies."""
+    """The weights, copied unless kernels can read all in place."""
     dtype = launch.sizes.unit.dtype
     if all(is_packed(w, dtype) for w in conv_weights):
         return list(all_aligned(conv_weights))
@@ -60,7 +60,7 @@ def _packed(conv_weights: Sequence[Tensor], launch: ForwardLaunch) -> list[Tenso
 
 
 class _RunKey(NamedTuple):
-    """What the launches of a run depend on, except which optional tensors are None."""
+    """The state that the launches of a run depend on, except for optional tensors."""
 
     context: LaunchContext
     precision: str
@@ -74,12 +74,12 @@ def _run_key(run: BlockRun, x: Tensor) -> _RunKey:
 
 @functools.lru_cache(maxsize=256)
 def _launches(key: _RunKey) -> list[tuple[ForwardLaunch, BackwardLaunch]]:
-    """The launches of a block, forward and backward. Runs with equal keys share them."""
+    """Forward and backward launch of each unit of a block. Runs with equal keys share them."""
     launches = []
     shape = key.x_shape
     for index, unit in enumerate(key.units):
         sizes = unit_sizes(unit, shape)
-        ends_block = index + 1 == len(key.units)  # the next block adds its whole dy
+        ends_block = index + 1 == len(key.units)  # its dy is also the gradient of the skip
         everything = Wanted(input=True, weight=True, dy=ends_block)
         backward = BackwardLaunch(sizes, everything, ends_block, {})
         launches.append((ForwardLaunch(sizes, {}), backward))

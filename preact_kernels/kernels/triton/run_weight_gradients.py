@@ -1,4 +1,4 @@
-"""Gradients of the weights of a run of blocks, summed over programs for a group of blocks at once.
+"""Gradients of the weights of a run of blocks, summed over programs per group of blocks.
 
 More groups take less memory, fewer groups take fewer launches.
 """
@@ -14,18 +14,19 @@ from preact_kernels.kernels.triton.reduction import launch_sum_partials
 from preact_kernels.kernels.triton.run_units import RunUnit
 from preact_kernels.kernels.triton.weight_gradient import WeightInputs, new_weight_gradients
 
-_MOST_GROUPS = 8  # unless a group would hold more than _MOST_BYTES
-_SMALLEST_GROUP = 4  # likewise
+# _MOST_BYTES takes precedence over _MOST_GROUPS and _SMALLEST_GROUP.
+_MOST_GROUPS = 8
+_SMALLEST_GROUP = 4
 _LARGEST_GROUP = 64  # a block takes 56 bytes of a launch's arguments, which are at most 4 KB
-_MOST_BYTES = 24 << 20  # for one unit; a bottleneck has three
+_MOST_BYTES = 24 << 20  # per unit; a bottleneck has three
 
 
 def group_size(blocks: int, block_bytes: int) -> int:
     """Blocks per group of a run; the last group may have fewer.
 
     Args:
-        blocks: of the run.
-        block_bytes: memory that a group holds for each of its blocks.
+        blocks: blocks of the run.
+        block_bytes: memory that a group holds per block.
     """
     size = max(_SMALLEST_GROUP, ceil_div(blocks, _MOST_GROUPS))
     return min(blocks, size, _LARGEST_GROUP, max(1, _MOST_BYTES // block_bytes))
@@ -36,9 +37,9 @@ class RunWeightGradients:
 
     Args:
         unit: the unit.
-        blocks: of the run.
+        blocks: blocks of the run.
         x: any tensor on the device.
-        is_x_rebuilt: whether inputs of the unit live only as long as their group.
+        is_x_rebuilt: whether some inputs of the unit are rebuilt, and kept only for their group.
     """
 
     def __init__(self, unit: RunUnit, blocks: int, x: Tensor, is_x_rebuilt: bool) -> None:
@@ -49,7 +50,7 @@ class RunWeightGradients:
             block_bytes += launch.sizes.y_bytes + is_x_rebuilt * launch.sizes.x_bytes
         group = self._group = group_size(blocks, block_bytes)
         shape = group, launch.programs, weights
-        if launch.in_one_pass:  # each launch stores in one slot
+        if launch.in_one_pass:  # a launch stores in one slot, which must be aligned
             rows = aligned_rows(x, group, launch.programs * weights, torch.float32)
             self._partials = rows.view(shape)
         else:
@@ -63,11 +64,11 @@ class RunWeightGradients:
         self._begin, self._end = max(0, end - self._group), end
 
     def partials(self, block: int) -> Tensor | None:
-        """Where the kernel of a block stores partial results; None if it has none."""
+        """Where the input kernel of a block stores partial results; None if not in one pass."""
         return self._slots[block - self._begin] if self._launch.in_one_pass else None
 
     def add(self, block: int, dy: Tensor | None, x: Tensor, norm: KernelNorm) -> None:
-        """Adds a block after its input kernel. The last block of a group launches the sums."""
+        """Adds a block, after its input kernel. The last block of a group launches the sums."""
         if not self._launch.in_one_pass:
             self._inputs.append(WeightInputs(cast(Tensor, dy), x, norm))
         if block > self._begin:

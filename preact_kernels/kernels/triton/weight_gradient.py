@@ -1,6 +1,6 @@
 """Backward of norm, activation and convolution: the gradients of the weights of several units.
 
-Runs where computing it together with the gradient of the input would cost more.
+Used where one pass with the gradient of the input would move more bytes, or spill registers.
 """
 
 import itertools
@@ -31,22 +31,21 @@ from preact_kernels.kernels.triton.launch import (
     wait_for_predecessors,
 )
 
-# A program has at least so many tiles, to keep partial results small compared with the tensors that
-# are read.
+# Least tiles per program: partial results stay small compared with the tensors that are read.
 _TILES_PER_PROGRAM = 1 if INTERPRETED else 8
 
 
 class WeightInputs(NamedTuple):
-    """The tensors that give the gradient of one unit's weight."""
+    """Inputs for the gradient of one unit's weight."""
 
-    dy: Tensor  # whole
+    dy: Tensor  # without a deferred step
     x: Tensor
     norm: KernelNorm
 
 
 @triton.jit
 def select_unit(units, index, UNITS: tl.constexpr):
-    """dy, x, and the mean, var, weight, bias and eps of the norm, of one of the `WeightInputs`."""
+    """dy, x, and mean, var, weight, bias and eps of the norm, of `units[index]`."""
     dy, x, norm = units[0].dy, units[0].x, units[0].norm
     mean, var, weight, bias, eps = norm.mean, norm.var, norm.weight, norm.bias, norm.eps
     for i in tl.static_range(1, UNITS):
@@ -124,7 +123,7 @@ def norm_act_conv_backward_weight_kernel(
             x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
             a = norm_act(x_tile, mean, scale, bias, parameter, x_dtype, ACTIVATION)
             a = tl.where(mask, a, 0.0)
-            # In the padding a is 0, and 0 * inf would be NaN: dy is 0 there too.
+            # In the padding a is 0, and 0 * inf is NaN: set dy to 0 there, too.
             tap_dy = tl.where(exists[:, None], dy_tile, 0.0) if IS_PADDED else dy_tile
             added = added + (dot(tl.trans(tap_dy), a, dweights[tap], dtype, PRECISION),)
         dweights = added
@@ -136,20 +135,20 @@ def norm_act_conv_backward_weight_kernel(
 
 
 class WeightGradientLaunch:
-    """Partial gradients of the weights for inputs of one shape, which may be called often.
+    """Reusable launch for partial gradients of the weights of units with inputs of one shape.
 
-    A program owns every `programs`-th tile of some taps and a block of either channels, of one
-    unit.
+    A program owns every `programs`-th tile, for some taps and a block of input and of output
+    channels of one unit.
 
     Args:
-        sizes: of the units' tensors.
-        blocks: of the kernel.
+        sizes: sizes of the units.
+        blocks: configuration of the kernel.
         prepared: see `launch_kernel`; {} if all tensors of all calls are aligned.
 
     Attributes:
-        unit: of `sizes`.
-        passes: how often x and dy are read, by programs with other taps.
-        programs: partial results for each unit.
+        unit: the unit of `sizes`.
+        passes: how often x and dy are read, by programs for different taps.
+        programs: number of partial results per unit.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class WeightGradientLaunch:
     def __call__(self, units: Sequence[WeightInputs], partials: Tensor, slots: int = 1) -> None:
         """Stores partial gradients of the weights `[units, programs, R, S, K, C]`.
 
-        `slots` is at least the number of units. Launches with equal slots share a kernel.
+        `slots` >= the number of units. Launches with equal `slots` share a kernel.
         """
         filled = *units, *itertools.repeat(units[0], slots - len(units))
         launch_kernel(
@@ -194,7 +193,7 @@ class WeightGradientLaunch:
 
 
 def new_weight_gradients(conv_weight: Tensor, units: int) -> Tensor:
-    """Uninitialized `[units, K, C, R, S]`, each in the memory layout of the weight."""
+    """Uninitialized `[units, K, C, R, S]`, each in the memory format of the weight."""
     strides = torch.empty_like(conv_weight, device="meta").stride()
     shape = units, *conv_weight.shape
     return conv_weight.new_empty_strided(shape, (conv_weight.numel(), *strides))
