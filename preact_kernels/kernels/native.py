@@ -184,7 +184,7 @@ class NativeKernels(FlatOps, BlockKernels):
                 last.append(run.parameters[(block + 1) * per_block - 1].conv_weight)
             else:
                 kept_blocks.append(block)
-        # x = y - F(x): negating the weight of the last unit negates F(x).
+        # x = y - F(z), where F is the last unit: negating its weight negates F(z).
         negated = torch_compat.foreach_neg(last) if last else ()
         inv_count = 1.0 / pixels_of(dy.g) if run.units[0].uses_batch else 0.0
         kept = [t for t in inputs if t is not None]

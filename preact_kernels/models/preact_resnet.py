@@ -38,11 +38,11 @@ _FOUR_STAGES = {
     200: ("bottleneck", (3, 24, 36, 3)),
 }
 _DEPTHS = {"cifar-wide-stem": (18, 34, 50, 101, 152), "imagenet": tuple(_FOUR_STAGES)}
-_DEEPEST_BASIC = 110  # deeper networks have bottlenecks if their depth fits both, as in the paper
+_DEEPEST_BASIC = 110  # deeper networks use bottlenecks if both blocks fit, as in the paper
 
 
 class PreActResNet(nn.Module):
-    """A stem, stages of pre-activation blocks, a final BN-ReLU, mean pool and linear.
+    """A stem, stages of pre-activation blocks, a final BN-ReLU, mean pool and linear layer.
 
     Convolutions are He-initialised by fan-out. `preact_resnet` builds the networks of the paper.
 
@@ -51,8 +51,8 @@ class PreActResNet(nn.Module):
         pool: pooling after the stem.
         stages: `PreActStage`s, or `nn.Sequential`s of blocks.
         channels: channels of the last stage's output.
-        num_classes: outputs.
-        fused: False calls the children of every block as plain `torch.nn` modules.
+        num_classes: number of outputs.
+        fused: False calls the children of each block as plain `torch.nn` modules.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ def preact_resnet(
         depth: convolutions on the longest path, plus the linear layer. `"cifar"`: `6n+2` (basic)
             or `9n+2` (bottleneck), and `6n+4` for wide basic networks, as their authors count.
             `"imagenet"`: 18, 34, 50, 101, 152 or 200. `"cifar-wide-stem"`: 18, 34, 50, 101, 152.
-        num_classes: outputs.
+        num_classes: number of outputs.
         variant: `"cifar"` (three stages of 16, 32 and 64 channels at 32, 16 and 8 pixels),
             `"imagenet"` (7x7 stem and pool, four stages from 64 channels) or
             `"cifar-wide-stem"` (3x3 stem to 64, four stages).
         block: `"basic"` or `"bottleneck"`; None: the one that fits the depth, or if both do, basic
             up to 110 layers and bottleneck above.
-        width: multiplies the channels of every stage (WideResNet).
+        width: multiplies the channels of each stage (WideResNet).
         stride_on: `"conv2"`, or `"conv1"` as in the authors' released network.
         groups: groups of the bottlenecks' 3x3 convolutions (ResNeXt).
         base_width: inner channels per group in a stage of 64 channels (ResNeXt).
@@ -129,8 +129,8 @@ def preact_resnet(
         segments: see `PreActStage`; at most the number of blocks of each stage.
         anchor_every: see `PreActStage`; at most the number of blocks of each stage.
         residual_dtype: see `PreActStage`.
-        fused: False builds the same network with plain `torch.nn` calls: same keys, same initial
-            values for a seed, same results.
+        fused: False builds the same network of plain `torch.nn` calls, with the same keys, initial
+            values for a seed, and results.
 
     Returns:
         The network, He-initialised by fan-out.
@@ -190,7 +190,7 @@ class ResNetLayout(NamedTuple):
         return self.channels[-1] * self.expansion
 
     def stages(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Yields for each stage (input channels, inner channels, stride) of its blocks."""
+        """Yields, for each stage, (input channels, inner channels, stride) of each block."""
         in_channels = self.variant.stem_channels
         for index, (count, channels) in enumerate(zip(self.counts, self.channels, strict=True)):
             blocks = []
@@ -218,7 +218,7 @@ def resnet_layout(
     groups: int,
     base_width: int,
 ) -> ResNetLayout:
-    """Checks arguments of `preact_resnet` as it documents; returns the layout of the network."""
+    """Checks the arguments of `preact_resnet`, and returns the layout of the network."""
     for name, value in (
         ("depth", depth),
         ("num_classes", num_classes),

@@ -1,1 +1,1 @@
-"""The modules: they hold parameters and hand them to the ops."""
+"""The fused modules."""

@@ -1,4 +1,4 @@
-"""How the fused modules read an activation: a module of PyTorch, or a name."""
+"""Activations of the fused modules: an activation module of PyTorch, or a name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from preact_kernels.ops.activation import activation_of
 
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
-# The activation that a module of each class computes; None: one that is not known.
+# For each class, the activation that a module computes; None if no kernel has it.
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Any], Activation | None]] = {
     nn.ReLU: lambda act: Activation("relu"),
     nn.LeakyReLU: lambda act: _with_parameter("leaky_relu", act.negative_slope),
@@ -37,21 +37,20 @@ def _with_parameter(name: str, value: Any) -> Activation | None:
 
 
 def activation_of_module(act: nn.Module) -> Activation | None:
-    """The activation that a call of `act` computes; None: `act` must be called.
+    """The activation that `act` computes; None if a fused module must call `act`.
 
-    It must be called if it has hooks, is of another class than PyTorch's activations, or has a
-    parameter that the kernels lack.
+    It must call modules with hooks, of unknown classes, or with parameters that kernels lack.
     """
     read = _ACTIVATIONS.get(type(act))
     return None if read is None or has_hooks(act) else read(act)
 
 
 def hold_activation(module: nn.Module, activation: Any) -> None:
-    """Makes a module of PyTorch the child `act` of `module`, and keeps a name as `activation`.
+    """Stores an activation in a fused module: a module as child `act`, a name as `activation`.
 
     Raises:
         TypeError: `activation` is neither.
-        ValueError: the name is unknown, or the activation takes no parameter.
+        ValueError: see `activation_of`.
     """
     if not isinstance(activation, nn.Module):
         module.activation = activation_of(activation)  # type: ignore[assignment]
@@ -65,7 +64,7 @@ def hold_activation(module: nn.Module, activation: Any) -> None:
 
 
 def held_activation(module: nn.Module) -> Activation | None:
-    """The activation that `hold_activation` keeps; None: the child must be called."""
+    """The activation that `hold_activation` stored; None if the child must be called."""
     act = module._modules.get("act")
     if act is not None:
         return activation_of_module(act)
@@ -73,13 +72,13 @@ def held_activation(module: nn.Module) -> Activation | None:
 
 
 def plain_activation(module: nn.Module, h: Tensor) -> Tensor:
-    """The activation of `h`: calls the child, if there is one."""
+    """Applies the activation to `h`; calls the child if there is one."""
     act = module._modules.get("act")
     return activate(h, activation_of(module.activation)) if act is None else act(h)
 
 
 def activation_repr(module: nn.Module) -> str:
-    """The `extra_repr` of an activation that is no child."""
+    """The `extra_repr` of an activation, unless it is a child."""
     if "act" in module._modules:
         return ""
     name, parameter = activation_of(module.activation)

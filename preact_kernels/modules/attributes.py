@@ -1,4 +1,4 @@
-"""The attributes of a child module, read at once: `nn.Module.__getattr__` is slow."""
+"""Fast access to attributes of a child module: `nn.Module.__getattr__` is slow."""
 
 from typing import Any
 
@@ -7,10 +7,7 @@ from torch import nn
 
 
 def attributes(module: nn.Module, *names: str) -> list[Any]:
-    """Parameters, buffers and other attributes of these names, which are no properties.
-
-    In the precedence of `getattr`.
-    """
+    """`getattr` for several parameters, buffers or other attributes except properties."""
     if torch.compiler.is_compiling():  # Dynamo of torch 2.11 does not trace a module's __dict__
         return [getattr(module, name) for name in names]
     own = module.__dict__

@@ -1,7 +1,7 @@
-"""How the fused modules read a batch norm.
+"""Reads the batch norm of a fused module.
 
-A fused module reads its children and does not call them. It calls them (`is_bare_norm`) if a child
-has hooks or is a subclass.
+A fused module reads the parameters of its children. It calls the children instead if one has hooks
+or is a subclass (`is_bare_norm`).
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ BATCH_NORMS_OF_IMAGES = (nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def is_bare_norm(norm: nn.Module, types: tuple[type, ...] = BATCH_NORMS_OF_IMAGES) -> bool:
-    """Whether a fused module may read the parameters of `norm` in place of calling it.
+    """Whether a fused module may read the parameters of `norm` instead of calling it.
 
     Args:
         norm: the child.
-        types: classes that the fused module reads; no subclasses of these.
+        types: supported classes; subclasses are not.
     """
     if type(norm) not in types or has_hooks(norm) or not has_served_parameters(norm):
         return False
@@ -33,7 +33,7 @@ def is_bare_norm(norm: nn.Module, types: tuple[type, ...] = BATCH_NORMS_OF_IMAGE
 
 
 def process_group(bn: nn.Module):
-    """The group over which a child shares the statistics of its batch, or None."""
+    """The group with which a child shares the statistics of its batch, or None."""
     if not (isinstance(bn, nn.SyncBatchNorm) and bn.training and is_distributed()):
         return None
     group = bn.process_group or torch.distributed.group.WORLD
@@ -41,12 +41,12 @@ def process_group(bn: nn.Module):
 
 
 def batch_norm_arguments(bn: Any, upcasts: bool = False) -> BatchNorm:
-    """The arguments of a child's call.
+    """The arguments of a batch norm, as calling the child would use them.
 
     Args:
         bn: the child.
-        upcasts: the input is a float32 residual stream, to which half-precision tensors are
-            converted.
+        upcasts: upcast half-precision parameters and buffers to float32, the dtype of the residual
+            stream.
     """
     weight, bias, mean, var, in_training, tracks, momentum, eps = attributes(
         bn,
@@ -57,7 +57,7 @@ def batch_norm_arguments(bn: Any, upcasts: bool = False) -> BatchNorm:
     is_tracked = in_training and tracks
     batch_count = attributes(bn, "num_batches_tracked")[0] if is_tracked else None
     momentum = momentum if is_tracked else 0.0
-    if momentum is None and batch_count is None:  # PyTorch then keeps the running statistics
+    if momentum is None and batch_count is None:  # PyTorch leaves the running statistics unchanged
         momentum = 0.0
     if training and not is_tracked:
         mean = var = None
@@ -74,12 +74,12 @@ def _upcast(t: Any) -> Any:
 
 
 def plain_batch_norm(bn: nn.Module, x: Tensor, residual_dtype: torch.dtype | None = None) -> Tensor:
-    """`bn(x)` in place of kernels, and under transforms too in the dtype of `x`.
+    """`bn(x)` without kernels; under transforms the result has the dtype of `x`, too.
 
     Args:
         bn: the child.
         x: `[N, C, H, W]`.
-        residual_dtype: dtype of the residual stream, if it is set.
+        residual_dtype: dtype of the residual stream, or None.
     """
     is_bare = is_transformed() and is_bare_norm(bn)
     if is_bare and has_mixed_dtypes(x, *bn.parameters(), *bn.buffers()):
@@ -88,7 +88,7 @@ def plain_batch_norm(bn: nn.Module, x: Tensor, residual_dtype: torch.dtype | Non
 
 
 def float32_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
-    """`bn(x)` for a float32 `x`, in float32 also where parameters are in half precision."""
+    """`bn(x)`, in float32 if `x` is float32 and parameters are in half precision."""
     tensors = {**dict(bn.named_parameters()), **dict(bn.named_buffers())}
     wide = {n: t.float() for n, t in tensors.items() if t.dtype in HALVES}
     if not wide:
@@ -107,9 +107,9 @@ def float32_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
 
 
 def _traced_float32_batch_norm(bn: nn.Module, x: Any) -> Any:
-    """A call in the graph that gets the module: only at run time are its mode and x's dtype known.
+    """Adds a call of `float32_batch_norm` to a graph: it depends on the mode and the dtype of x.
 
-    `fx.wrap` would not do: no argument of a wrapped function may be a module.
+    `fx.wrap` does not support modules as arguments.
     """
     module = x.tracer.create_proxy("get_attr", x.tracer.path_of_module(bn), (), {})
     return x.tracer.create_proxy("call_function", float32_batch_norm, (module, x), {})

@@ -23,10 +23,10 @@ from preact_kernels.ops.preact_stage import Recorder, preact_stage
 
 
 class PreActBlock(nn.Module):
-    """`y = shortcut(x) + F(x)` with F a chain of BN-ReLU-Conv units.
+    """`y = shortcut + F(x)`, where F is a chain of BN-ReLU-Conv units.
 
-    The children are `bn1`, `conv1`, `bn2`, ... and, where the shape changes, `shortcut`: a
-    bias-free 1x1 convolution of the first unit's activation. Elsewhere the shortcut is x itself.
+    The children are `bn1`, `conv1`, `bn2`, ... and, if the shape changes, `shortcut`: a bias-free
+    1x1 convolution of the first unit's activation. Otherwise the shortcut is x.
     """
 
     fused = True
@@ -43,11 +43,11 @@ class PreActBlock(nn.Module):
         return units
 
     def projection(self) -> nn.Conv2d | None:
-        """The convolution of the shortcut; None where the shortcut is the input."""
+        """The convolution of the shortcut; None if the shortcut is the input."""
         return cast("nn.Conv2d | None", self._modules.get("shortcut"))
 
     def is_fusable(self) -> bool:
-        """Whether the fused block may read the children's parameters in place of calling them."""
+        """Whether the fused block may read the children's parameters instead of calling them."""
         if not self.fused:
             return False
         for bn, conv in self.units():
@@ -57,7 +57,7 @@ class PreActBlock(nn.Module):
         return projection is None or is_stage_conv(projection)
 
     def plain_forward(self, x: Tensor) -> Tensor:
-        """Calls the children; the fused block computes the same."""
+        """Equals the fused forward; calls the children."""
         x = in_stream(self, x)
         h, shortcut, projection = x, x, self.projection()
         for index, (bn, conv) in enumerate(self.units()):
@@ -77,14 +77,14 @@ class PreActBlock(nn.Module):
         return fused_blocks([self], x)
 
 
-@fx.wrap  # as a symbolic trace runs with autocast or without
+@fx.wrap  # depends on autocast, which a symbolic trace does not know
 def _rounded(a: Tensor, weight: Tensor) -> Tensor:
-    """An activation of a residual stream in the dtype of a convolution, which autocast chooses."""
+    """Casts an activation of the residual stream to the weight's dtype, unless autocast will."""
     return a if is_autocast(a) else a.to(weight.dtype)
 
 
 def in_stream(block: PreActBlock, x: Tensor) -> Tensor:
-    """`x` in the dtype of the residual stream."""
+    """Casts `x` to the dtype of the residual stream."""
     if block.residual_dtype is None:
         return x
     return x.to(torch.promote_types(block.residual_dtype, _weight_dtype(block)))
@@ -103,9 +103,9 @@ def fused_blocks(
     """Runs fusable blocks on `x`, and updates their running statistics once.
 
     Args:
-        blocks: blocks with one residual dtype; `is_fusable()` holds for each.
+        blocks: blocks with equal residual dtypes, all `is_fusable()`.
         x: `[N, C, H, W]`, any strides.
-        memory: what is saved for backward.
+        memory: the memory mode.
         record: see `preact_stage`.
 
     Returns:
@@ -116,7 +116,7 @@ def fused_blocks(
     if blocks[0].residual_dtype is not None:
         dtype = dtype if is_autocast(x) else _weight_dtype(blocks[0])
         x = in_stream(blocks[0], x)
-    elif x.dtype != dtype:  # autocast: plain until a projection has rounded the stream
+    elif x.dtype != dtype:  # autocast: run plain until a projection has cast the stream
         blocks = list(blocks)
         while blocks and (x.dtype != dtype or x.numel() == 0):
             x = blocks.pop(0).plain_forward(x)
@@ -135,7 +135,7 @@ def fused_blocks(
 
 
 def _arguments(block: PreActBlock, upcasts: bool, norms: list[nn.Module]) -> BlockArguments:
-    """The arguments of a block, of which the batch norms are added to `norms`."""
+    """The arguments of a block; adds its batch norms to `norms`."""
     units = []
     for bn, conv in block.units():
         norms.append(bn)

@@ -13,8 +13,8 @@ from preact_kernels.ops.plain_operators import runs_plain
 class BNReLU2d(nn.Module):
     """Batch norm and ReLU; saves only the input for backward.
 
-    Equals `F.relu(bn(x))` for its child `bn`, an `nn.BatchNorm2d` (or the `nn.SyncBatchNorm`
-    that `convert_sync_batchnorm` puts there).
+    Equals `F.relu(bn(x))` for its child `bn`, an `nn.BatchNorm2d`, or an `nn.SyncBatchNorm` after
+    `convert_sync_batchnorm`.
 
     Args:
         num_features: channels of the input.
@@ -29,7 +29,7 @@ class BNReLU2d(nn.Module):
     """
 
     fused = True
-    residual_dtype: torch.dtype | None = None  # see PreActStage; set at the end of a network
+    residual_dtype: torch.dtype | None = None  # see PreActStage; PreActResNet sets it
 
     def __init__(
         self,

@@ -12,14 +12,14 @@ from preact_kernels.ops import checks
 from preact_kernels.ops.norm_act_conv import norm_act_conv_of
 from preact_kernels.ops.plain_operators import runs_plain
 
-fx.wrap("add_residual")  # as `residual` may be None when a symbolic trace runs
+fx.wrap("add_residual")  # `residual` may be None when a symbolic trace runs
 
 
 class BNReLUConv2d(nn.Module):
     """Batch norm, ReLU, convolution and residual add; saves only the input for backward.
 
-    Equals `conv(F.relu(bn(x)))`, `+ residual` where given, for its children `bn`, an
-    `nn.BatchNorm2d` (or `nn.SyncBatchNorm`), and `conv`, an `nn.Conv2d`.
+    Equals `conv(F.relu(bn(x))) [+ residual]` for its children `bn`, an `nn.BatchNorm2d` or
+    `nn.SyncBatchNorm`, and `conv`, an `nn.Conv2d`.
 
     Args:
         in_channels: channels of the input.
@@ -35,7 +35,7 @@ class BNReLUConv2d(nn.Module):
 
     Raises:
         TypeError: a number has the wrong type.
-        ValueError: a number is out of range, or the channels are no multiple of `groups`.
+        ValueError: a number is out of range, or `groups` does not divide the channels.
     """
 
     fused = True
@@ -80,7 +80,7 @@ class BNReLUConv2d(nn.Module):
 
     @classmethod
     def from_modules(cls, bn: nn.BatchNorm2d, conv: nn.Conv2d) -> "BNReLUConv2d":
-        """A fused module around two modules that exist: shared, not copied.
+        """Creates a fused module from two existing modules, which are shared, not copied.
 
         Args:
             bn: `nn.BatchNorm2d` or `nn.SyncBatchNorm` of C channels.
@@ -90,7 +90,7 @@ class BNReLUConv2d(nn.Module):
             The module, in the mode (training or evaluation) of `bn`.
 
         Raises:
-            TypeError: `bn` is no `nn.BatchNorm2d` or `nn.SyncBatchNorm`, or `conv` no `nn.Conv2d`.
+            TypeError: `bn` or `conv` is of another class.
             ValueError: their channel counts differ.
         """
         if not isinstance(bn, nn.BatchNorm2d | nn.SyncBatchNorm):

@@ -1,4 +1,4 @@
-"""How the fused modules read a convolution."""
+"""Reads the convolution of a fused module."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_bare_conv(conv: nn.Module, types: tuple[type, ...] = (nn.Conv2d,)) -> bool:
-    """Whether a fused module may read the weights of `conv` in place of calling it.
+    """Whether a fused module may read the weights of `conv` instead of calling it.
 
     Args:
         conv: the child.
-        types: classes that the fused module reads; no subclasses of these.
+        types: supported classes; subclasses are not.
     """
     return (
         type(conv) in types
@@ -32,10 +32,10 @@ def is_bare_conv(conv: nn.Module, types: tuple[type, ...] = (nn.Conv2d,)) -> boo
 
 
 def is_stage_conv(conv: Any) -> bool:
-    """Whether a stage may read the weight of `conv` in place of calling it.
+    """Whether a stage may read the weight of `conv` instead of calling it.
 
-    Not one with a bias, or with numbers that are no pairs of ints: PyTorch takes those, or says why
-    not.
+    The convolution must have no bias, and stride, padding and dilation must be pairs of ints. Other
+    convolutions are called, so that PyTorch runs them or raises its error.
     """
     if not is_bare_conv(conv):
         return False
@@ -51,13 +51,13 @@ def is_stage_conv(conv: Any) -> bool:
 
 
 def conv_arguments(conv: Any) -> ConvArguments:
-    """The arguments of a child's call."""
+    """The arguments of a convolution, as calling the child would use them."""
     names = "weight", "bias", "stride", "padding", "dilation", "groups"
     return ConvArguments(*attributes(conv, *names))
 
 
 def plain_conv(conv: Any, x: Tensor) -> Tensor:
-    """`conv(x)` in place of kernels; under transforms, casts a float32 weight to a half `x`."""
+    """`conv(x)` without kernels; under transforms, casts float32 weights to half precision."""
     if not (is_transformed() and is_bare_conv(conv, CONVOLUTIONS)) or is_autocast(x):
         return conv(x)
     if x.dtype not in HALVES or conv.weight.dtype != torch.float32:
@@ -68,5 +68,5 @@ def plain_conv(conv: Any, x: Tensor) -> Tensor:
 
 
 def add_residual(y: Tensor, residual: Tensor | None) -> Tensor:
-    """`y + residual`, or `y` if that is None."""
+    """`y + residual`, or `y` without a residual."""
     return y if residual is None else y + residual

@@ -1,10 +1,10 @@
-"""Whether calling a module runs more than its `forward`."""
+"""Detects modules with hooks or replaced methods."""
 
 from torch import nn
 
 from preact_kernels import torch_compat
 
-# The methods that a call of a child runs. An attribute of the child may replace each.
+# Methods that a call of a child runs, and that an attribute of the child may replace.
 _CALLED = (
     *("forward", "_call_impl", "_slow_forward"),
     *("_conv_forward", "_check_input_dim", "_check_non_zero_input_channels"),
@@ -14,11 +14,11 @@ _CALLED = (
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks, or a method that replaces its class's."""
+    """Whether a call of `module` runs hooks, or an attribute that replaces a method of its class."""
     if torch_compat.has_module_hook(module) or torch_compat.has_global_module_hook():
         return True
     own = module.__dict__
-    for name in _CALLED:  # noqa: SIM110 - for speed: runs for every child at every call
+    for name in _CALLED:  # noqa: SIM110 - faster than `any`; runs for each child at each call
         if name in own:
             return True
     return False

@@ -1,4 +1,4 @@
-"""How the fused modules read a norm of any kind."""
+"""Reads the norm, of any kind, of a fused module."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS = (nn.GroupNorm, *_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm)
 
-# Dimensions of the input that a norm takes; others take any.
+# Dimensions of the input; norms without an entry take any.
 _DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
     nn.BatchNorm1d: (2, 3),
     nn.BatchNorm2d: (4,),
@@ -34,7 +34,7 @@ _DIMENSIONS: dict[type[nn.Module], tuple[int, ...]] = {
 
 
 def check_norm(norm: Any) -> None:
-    """Checks for a norm that the fused modules read.
+    """Checks for a norm that the fused modules support.
 
     Raises:
         TypeError: `norm` is of another class.
@@ -48,14 +48,14 @@ def check_norm(norm: Any) -> None:
 
 
 def channels_of(norm: Any) -> int:
-    """The channels of a norm's input."""
+    """Channels of a norm's input."""
     if isinstance(norm, nn.GroupNorm):
         return norm.num_channels
     return norm.normalized_shape[0] if isinstance(norm, nn.LayerNorm) else norm.num_features
 
 
 def dimensions_of(norm: nn.Module) -> tuple[int, ...]:
-    """The numbers of dimensions that the input of a norm, or of a subclass, may have."""
+    """Valid numbers of dimensions of a norm's input."""
     if isinstance(norm, nn.LayerNorm):
         return (1 + len(norm.normalized_shape),)
     for norm_class, dimensions in _DIMENSIONS.items():
@@ -65,18 +65,18 @@ def dimensions_of(norm: nn.Module) -> tuple[int, ...]:
 
 
 def is_readable_norm(norm: nn.Module) -> bool:
-    """Whether a fused module may read the parameters of `norm` in place of calling it."""
+    """Whether a fused module may read the parameters of `norm` instead of calling it."""
     if not is_bare_norm(norm, NORMS):
         return False
     return type(norm) is not nn.LayerNorm or (norm.weight is None and norm.bias is None)
 
 
 def norm_arguments(norm: Any, x: Tensor) -> NormArguments:
-    """The arguments of a call of `norm`.
+    """The arguments of a norm, as calling the child on `x` would use them.
 
     Raises:
-        TypeError: `x` is no floating point tensor.
-        ValueError: `x` has other dimensions than `norm` takes.
+        TypeError: `x` is not a floating point tensor.
+        ValueError: the dimensions of `x` do not match `norm`.
     """
     checks.check_activation("x", x, None)
     kind = type(norm)
@@ -111,7 +111,7 @@ def _needs_float32(x: Tensor, *parameters: Tensor | None) -> bool:
 
 
 def plain_norm(norm: Any, x: Tensor) -> Tensor:
-    """`norm(x)` in place of kernels."""
+    """`norm(x)` without kernels; see `plain_batch_norm`."""
     if isinstance(norm, _BATCH_NORMS):
         return plain_batch_norm(norm, x)
     is_group_norm = isinstance(norm, nn.GroupNorm)

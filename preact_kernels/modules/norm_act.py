@@ -17,15 +17,15 @@ from preact_kernels.modules.norm import (
 from preact_kernels.ops.norm_act import modulate, norm_act_of, scale_shift_of
 from preact_kernels.ops.plain_operators import runs_plain
 
-fx.wrap("modulate")  # as scale and shift may be None when a symbolic trace runs
+fx.wrap("modulate")  # scale and shift may be None when a symbolic trace runs
 
 
 class NormAct(nn.Module):
     """A norm and an activation; saves only the input for backward.
 
     Equals `act(norm(x) * (1 + scale) + shift)` for its children: `norm`, and `act` if the
-    activation is a module. Children are shared, not copied. A child that has hooks, or is of a
-    subclass, is called.
+    activation is a module. Children are shared, not copied. If a child has hooks or is a subclass,
+    the children are called.
 
     Args:
         norm: `nn.GroupNorm`, `nn.BatchNorm1d`, `2d` or `3d`, `nn.SyncBatchNorm`,

@@ -30,18 +30,17 @@ from preact_kernels.ops.norm_act import modulate, scale_shift_of
 from preact_kernels.ops.norm_act_conv import norm_act_conv_of
 from preact_kernels.ops.plain_operators import runs_plain
 
-fx.wrap("add_residual")  # as these arguments may be None when a symbolic trace runs
+fx.wrap("add_residual")  # these arguments may be None when a symbolic trace runs
 fx.wrap("modulate")
 
 
 class NormActConv(nn.Module):
     """Norm, activation, dropout, convolution and residual add; saves only the input for backward.
 
-    Equals `conv(F.dropout(a, dropout, self.training))`, `+ residual` where given, for
-    `a = act(norm(x) * (1 + scale) + shift)` and its children: `norm`, `conv`, and `act` if the
-    activation is a module. Children are shared, not copied. A child that has hooks, or is of a
-    subclass, is called. Dropout draws the same random numbers, and also saves a bit for each
-    element.
+    Equals `conv(F.dropout(a, dropout, self.training)) [+ residual]` with the same random numbers,
+    where `a = act(norm(x) * (1 + scale) + shift)`, for its children: `norm`, `conv`, and `act` if
+    the activation is a module. Children are shared, not copied. If a child has hooks or is a
+    subclass, the children are called. Dropout also saves one bit per element.
 
     Args:
         norm: as in `pk.NormAct`.

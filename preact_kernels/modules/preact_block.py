@@ -52,7 +52,7 @@ class PreActBasicBlock(PreActBlock):
 
 
 class PreActBottleneck(PreActBlock):
-    """1x1, 3x3 and 1x1 convolutions, the outer ones four times as wide.
+    """A bottleneck of 1x1, 3x3 and 1x1 convolutions, with `4 * channels` output channels.
 
     `y = shortcut + conv3(relu(bn3(conv2(relu(bn2(conv1(relu(bn1(x)))))))))`
 
@@ -61,7 +61,7 @@ class PreActBottleneck(PreActBlock):
         channels: a quarter of the channels of the output (expansion 4).
         stride: stride of `conv2` (or `conv1`) and `shortcut`.
         groups: number of groups of `conv2` (ResNeXt).
-        base_width: inner channels a group when `channels` is 64 (ResNeXt).
+        base_width: inner channels per group when `channels` is 64 (ResNeXt).
         stride_on: `"conv2"`, or `"conv1"` as in the authors' released network.
     """
 

@@ -17,22 +17,21 @@ class PreActStage(nn.Sequential):
 
     Equals `nn.Sequential(*blocks)`, with the same keys in its `state_dict`. The kernel that writes
     a tensor also computes its statistics, and the kernel that reads the gradient of a batch norm's
-    input evaluates it. A block with hooks, or children of other types, is called as a module.
+    input evaluates it. A block with hooks, or with children of other types, is called as a module.
 
     Args:
         blocks: `PreActBasicBlock`s or `PreActBottleneck`s; at least one.
-        memory: what is saved for backward. `"store"` saves the input of every batch norm.
-            `"rebuild"` leaves out the inputs of most blocks; the backward computes each from the
-            block's output, `x = y - F(z)`, by one more call of the block's last convolution.
-            `"checkpoint"` saves the input of every segment of blocks; the backward runs the segment
-            again with the statistics of the forward, and saves what `"rebuild"` does. The inputs of
-            blocks with a projection, and of the first block of a stage or segment, are always
-            saved. Under autocast, memory modes apply only after the first projection: the blocks
-            before it run as plain modules on the float32 input.
-        segments: how many, in mode `"checkpoint"`; None takes about `sqrt(len(blocks) / 2)`.
-        anchor_every: in modes `"rebuild"` and `"checkpoint"`, one block in so many saves its input
-            too; 1 rebuilds nothing. None takes 8 if the residual stream is bfloat16 or float16,
-            and saves no more in wider dtypes.
+        memory: the activations to save for backward. `"store"` saves the input of each batch norm.
+            `"rebuild"` omits the inputs x of most blocks; the backward computes each from the
+            block's output y, `x = y - F(z)`, by running the block's last unit F again on its input
+            z. `"checkpoint"` saves the input of each segment of blocks; the backward runs the
+            segment again with the statistics of the forward, and keeps the same inputs as
+            `"rebuild"`. The inputs of blocks with a projection, and of the first block of a stage
+            or segment, are always saved. Under autocast, memory modes apply only after the first
+            projection: earlier blocks run as plain modules on the float32 input.
+        segments: number of segments in mode `"checkpoint"`; None: about `sqrt(len(blocks) / 2)`.
+        anchor_every: in modes `"rebuild"` and `"checkpoint"`, also save the input of one in so many
+            blocks; 1 saves all. None: 8 if the residual stream is bfloat16 or float16, else none.
         residual_dtype: `torch.float32` keeps the residual stream, and so the output, in float32
             with convolutions in bfloat16 or float16 (the dtype of the weights, or of autocast):
             `x + F(x).float()`. With None the stream has the dtype of the convolutions.
@@ -69,7 +68,7 @@ class PreActStage(nn.Sequential):
         self.anchor_every = anchor_every
         self.residual_dtype = residual_dtype
         for block in blocks:
-            block.residual_dtype = residual_dtype  # also if called alone
+            block.residual_dtype = residual_dtype  # for calls of the block itself
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the output of the last block."""
@@ -78,7 +77,7 @@ class PreActStage(nn.Sequential):
         if runs_plain(x):
             return super().forward(x)
         memory = MemoryMode(self.memory, self.segments, self.anchor_every)
-        fusable: list[PreActBlock] = []  # consecutive ones: one autograd node
+        fusable: list[PreActBlock] = []  # consecutive blocks for one autograd node
         for block in self:
             if is_fusable(block):
                 fusable.append(cast(PreActBlock, block))
@@ -88,7 +87,7 @@ class PreActStage(nn.Sequential):
         return fused_blocks(fusable, x, memory) if fusable else x
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """A block, or a stage that shares some of the blocks, in the same memory mode."""
+        """A block, or for a slice a stage that shares its blocks, in the same memory mode."""
         if not isinstance(index, slice):
             return list(self)[index]
         blocks = cast(list[PreActBlock], list(self)[index])
@@ -110,7 +109,7 @@ class PreActStage(nn.Sequential):
 
 
 def is_fusable(block: nn.Module) -> bool:
-    """Whether a stage may read the parameters of a block in place of calling it."""
+    """Whether a stage may read the parameters of a block instead of calling it."""
     kind = type(block)
     return (
         isinstance(block, PreActBlock)

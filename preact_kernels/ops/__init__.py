@@ -1,1 +1,1 @@
-"""The mathematics: schemas, argument checks, backend choice and autograd of every op."""
+"""Schemas, argument checks, backend choice and autograd of all ops."""

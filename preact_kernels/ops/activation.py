@@ -7,11 +7,12 @@ from preact_kernels.ops import checks
 
 
 def activation_of(value: Any) -> Activation:
-    """Checks the name of an activation, or a name and its parameter.
+    """Converts the name of an activation, or a tuple of a name and its parameter.
 
     Raises:
-        TypeError: `value` is neither.
-        ValueError: the name is unknown, or the activation takes no parameter.
+        TypeError: `value` is neither, or the parameter is not a number.
+        ValueError: the name is unknown, the activation takes no parameter, or the parameter is not
+            valid.
     """
     if isinstance(value, Activation):
         return value

@@ -1,11 +1,11 @@
-"""The dtype that autocast asks for."""
+"""Autocast: whether it is on, and its dtype."""
 
 import torch
 from torch import Tensor
 
 
 def has_autocast(device_type: str) -> bool:
-    """Whether a device type has autocast. Of those used here, only `meta` has none.
+    """Whether a device type has autocast: all supported ones do except `meta`.
 
     Dynamo of torch 2.11 cannot trace `torch.amp.is_autocast_available`.
     """
@@ -13,7 +13,7 @@ def has_autocast(device_type: str) -> bool:
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast casts `x`: it is on for the device of `x`, and leaves float64 as it is."""
+    """Whether autocast casts `x`: it is on for the device of `x`, and `x` is not float64."""
     device_type = x.device.type
     if x.dtype == torch.float64 or device_type == "meta":
         return False
@@ -21,5 +21,5 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which convolutions of `x` multiply: autocast's if it is on, else `x.dtype`."""
+    """The dtype of the products of convolutions of `x`: autocast's if it is on, else `x.dtype`."""
     return torch.get_autocast_dtype(x.device.type) if is_autocast(x) else x.dtype

@@ -1,4 +1,4 @@
-"""Batch norm: its arguments, the statistics that normalise, and the update of the running ones."""
+"""Batch norm: arguments, statistics, and the update of running statistics."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ from preact_kernels.ops.plain_operators import has_mixed_dtypes, is_transformed
 
 
 class BatchNorm(NamedTuple):
-    """The arguments of one batch norm."""
+    """The arguments of a batch norm."""
 
     weight: Tensor | None  # [C]; None: ones
     bias: Tensor | None  # [C]; None: zeros
     running_mean: Tensor | None  # [C]; read in evaluation mode, updated in training mode
-    running_var: Tensor | None  # [C], unbiased; likewise
+    running_var: Tensor | None  # [C], unbiased
     training: bool  # normalise with the statistics of the batch
-    momentum: float | None  # None: the cumulative average, which needs `batch_count`
+    momentum: float | None  # None: cumulative average, which needs `batch_count`
     eps: float
     process_group: object = None
     batch_count: Tensor | None = None  # `num_batches_tracked`, incremented in training mode
-    has_any_statistics_dtype: bool = False  # running statistics may differ in dtype from x
+    has_any_statistics_dtype: bool = False  # allow any dtype of running statistics
 
     @property
     def groups(self) -> None:
@@ -41,11 +41,11 @@ class BatchNorm(NamedTuple):
         return None
 
     def check(self, x: Any, prefix: str = "") -> None:
-        """Raises the errors that the functions document.
+        """Raises the errors that `pk.batch_norm_act` documents.
 
         Args:
             x: `[N, C, ...]`.
-            prefix: of the names of weight and bias in messages.
+            prefix: prefix of the names of weight and bias in messages.
         """
         checks.check_activation("x", x, None)
         if not isinstance(self.training, bool):
@@ -70,13 +70,13 @@ class BatchNorm(NamedTuple):
         self.check_training(x.shape)
 
     def check_numbers(self) -> None:
-        """Raises unless `pk.bn_relu` takes momentum and eps."""
+        """Raises unless momentum and eps are valid."""
         if self.momentum is None and self.batch_count is None:
             checks.check_number("momentum", self.momentum)
         checks.check_norm_numbers(self.eps, self.momentum)
 
     def check_training(self, shape: Sequence[int]) -> None:
-        """Raises where no statistics of a batch of `shape` can normalise it, as in eager."""
+        """Raises if the statistics of a batch of `shape` cannot normalise it, as in eager."""
         if self.training and self.eps == 0:
             raise ValueError("eps: expected a positive number when training, got 0")
         if self.training and self.process_group is None:
@@ -95,7 +95,7 @@ class BatchNorm(NamedTuple):
         return affine(x, self.weight, self.bias, channels)
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm in PyTorch's own operators, with these parameters."""
+        """The norm in PyTorch's operators, with these parameters."""
         mean, var = self.running_mean, self.running_var
         momentum = cast(float, self.momentum)
         if self.process_group is not None and self.training:
@@ -111,7 +111,7 @@ class BatchNorm(NamedTuple):
         return F.batch_norm(x, mean, var, weight, bias, self.training, momentum, self.eps)
 
     def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
-        """What normalises `x`, dense NHWC, and its fixed `inv_count` (see `inv_count_of`)."""
+        """The statistics for `x`, dense NHWC, and their fixed `inv_count` (see `inv_count_of`)."""
         if self.training:
             return batch_statistics(kernels, x, self.process_group)
         assert self.running_mean is not None and self.running_var is not None  # by `check`
@@ -120,9 +120,9 @@ class BatchNorm(NamedTuple):
     def update(
         self, kernels: Kernels, x: Tensor, statistics: Statistics | None, fixed: float | None
     ) -> None:
-        """Updates the running statistics after a call that normalised `x` with `statistics`.
+        """Updates the running statistics after `statistics` normalised `x`.
 
-        Without statistics the batch is empty, and only counted.
+        None for `statistics` is an empty batch, which is only counted.
         """
         if not self.training or (self.running_mean is None and self.batch_count is None):
             return
@@ -134,7 +134,7 @@ class BatchNorm(NamedTuple):
 
 
 def upcast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in float32."""
+    """Casts the tensors to float32."""
     return [None if t is None else t.float() for t in tensors]
 
 
@@ -155,17 +155,17 @@ def affine(
 
 
 def inv_count_of(x: Tensor, fixed: float | None = None) -> float:
-    """One over the samples per channel of `x`, unless fixed.
+    """1 / samples per channel of `x`, unless fixed.
 
-    It is fixed where it does not follow from the shape of `x`: 0 in evaluation mode, and one over
-    the samples of a process group. Dynamo compiles a number that is passed to a backward for one
-    batch size alone, so a backward computes the others from `x`.
+    It is fixed if it does not follow from the shape of `x`: 0 in evaluation mode, and
+    1 / samples of all processes with a process group. Otherwise the backward computes it from `x`:
+    Dynamo would recompile for each value of a number that the forward passes to the backward.
     """
     return 1.0 / pixels_of(x) if fixed is None else fixed
 
 
 def running_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Statistics:
-    """The statistics of evaluation mode, in the statistics dtype of `x`."""
+    """The running statistics, in the statistics dtype of `x`."""
     dtype = statistics_dtype(x.dtype)
     return Statistics(running_mean.to(dtype).contiguous(), running_var.to(dtype).contiguous())
 
@@ -178,8 +178,8 @@ def batch_statistics(
     Args:
         kernels: the backend's functions.
         x: `[N, C, H, W]`, dense NHWC.
-        process_group: the batch is spread over this group (`torch.nn.SyncBatchNorm`).
-        known: the statistics of `x`, where the kernel that wrote `x` returned them.
+        process_group: the group that shares the statistics (`torch.nn.SyncBatchNorm`).
+        known: the statistics of `x`, if the kernel that wrote `x` returned them.
     """
     statistics = known or kernels.bn_stats(x)
     if process_group is None:
@@ -203,7 +203,7 @@ def _over_group(local: Statistics, count: int, process_group) -> tuple[Statistic
 
 
 def sums_over_group(sums: Tensor, process_group) -> Tensor:
-    """`sums` of all ranks, for the coefficients of the input's gradient."""
+    """Adds the sums of all ranks, for the gradient of the input."""
     if process_group is None:
         return sums
     sums = sums.clone()
@@ -215,11 +215,10 @@ def step_sums(sums: Tensor, norm: Norm, groups: int | None, process_group) -> Te
     """The sums of an affine step: pooled if the norm has rows (see `contract`).
 
     Args:
-        sums: of the unit's backward.
-        norm: what normalised the input.
-        groups: groups of channels that share the statistics of an image; None: the images of the
-            batch, and of the process group, share those of a channel.
-        process_group: spreads the batch.
+        sums: `Gradients.sums`.
+        norm: the norm.
+        groups: groups of channels per image; None: statistics per channel.
+        process_group: the group that shares the statistics per channel, or None.
     """
     if sums.dim() == 2:
         return sums if process_group is None else sums_over_group(sums, process_group)
@@ -241,7 +240,7 @@ def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tenso
         factors.append(1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0)
     if torch.compiler.is_compiling() or not variances[0].is_cpu:
         return list(torch_compat.foreach_mul(variances, factors))
-    # On a CPU, `foreach_mul` is one call for each tensor. All are vectors of one dtype.
+    # On a CPU, `foreach_mul` calls `mul` for each tensor. All are vectors of one dtype.
     found: list[Tensor] = []
     for factor, group in itertools.groupby(range(len(factors)), factors.__getitem__):
         equal = [variances[index] for index in group]
@@ -255,21 +254,21 @@ def update_running_statistics(
     means: Sequence[Tensor],
     variances: Sequence[Tensor],
 ) -> None:
-    """Moves running statistics towards those of the batch, and counts the batch, in place.
+    """Updates running statistics, and counts the batch, in place.
 
-    `running = (1 - momentum) * running + momentum * batch`, as few calls as the momenta allow.
-    Does nothing while `torch.utils.checkpoint` runs this forward again: the batch was counted the
-    first time. The one place that writes a batch norm's buffers.
+    `running = (1 - momentum) * running + momentum * batch`, in one call per momentum. Only this
+    function writes the buffers of batch norms. While `torch.utils.checkpoint` runs a forward again
+    it does nothing.
 
     Args:
         kernels: the backend's functions.
         norms: batch norms in training mode.
-        means: mean of the batch for each of these; none for an empty batch, which is only counted.
-        variances: unbiased variance likewise.
+        means: batch mean for each norm; empty for an empty batch, which is only counted.
+        variances: unbiased batch variance for each norm.
     """
     if not torch.compiler.is_compiling() and torch_compat.is_recomputing():
         return
-    for bn in norms:  # all before any is written
+    for bn in norms:  # check all before writing any
         if bn.running_mean is not None and bn.running_var is not None:
             checks.check_running("running_mean", bn.running_mean)
             checks.check_running("running_var", bn.running_var)
@@ -281,7 +280,7 @@ def update_running_statistics(
         if not means or bn.running_mean is None or bn.running_var is None:
             continue
         running, batch = [bn.running_mean, bn.running_var], [means[index], variances[index]]
-        if bn.momentum is None:  # when traced, the number is symbolic: it cannot be a key
+        if bn.momentum is None:  # symbolic when traced, so it cannot be a key
             momentum = 1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0)
             kernels.running_stats_update(running, batch, momentum)
             continue

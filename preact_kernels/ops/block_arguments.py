@@ -1,4 +1,4 @@
-"""The arguments of residual blocks, and the `Block`s that they make once they are checked."""
+"""The arguments of residual blocks, their checks, and conversion to `Block`s."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from preact_kernels.ops.unit import ConvArguments
 
 
 class BlockArguments(NamedTuple):
-    """The arguments of one block: BN-ReLU-Conv units in a row, and a shortcut."""
+    """The arguments of a block: consecutive BN-ReLU-Conv units, and a shortcut."""
 
     units: Sequence[tuple[BatchNorm, ConvArguments]]  # convolutions have no bias
-    projection: ConvArguments | None  # the shortcut; None where it is the input
+    projection: ConvArguments | None  # the shortcut; None: the input
     is_residual: bool = True  # False: no shortcut is added
 
     def weights(self) -> list[Tensor]:
-        """The weights of the convolutions."""
+        """The weights of the units' convolutions and of the projection, if any."""
         weights = []
         for _, conv in self.units:
             weights.append(conv.weight)
@@ -30,7 +30,7 @@ class BlockArguments(NamedTuple):
         return weights
 
     def first_recorded_unit(self) -> int | None:
-        """The first unit that autograd records on an input without a gradient, if any."""
+        """Index of the first unit that autograd records if the input requires no gradient."""
         if self.projection is not None and self.projection.weight.requires_grad:
             return 0
         for unit, (bn, conv) in enumerate(self.units):
@@ -40,17 +40,17 @@ class BlockArguments(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Everything about a residual block but its tensors; hashable.
+    """Shapes, dtypes and options of a residual block; hashable.
 
     A projection reads the activation of the first unit.
     """
 
     units: tuple[Unit, ...]
     projection: Unit | None  # None: the shortcut is the input
-    is_residual: bool = True  # False: the units alone, `y = F(x)`
+    is_residual: bool = True  # False: no shortcut, `y = F(x)`
 
     def shapes(self, shape: Sequence[int]) -> list[Sequence[int]]:
-        """Shapes of the inputs of all units, and of the output, for an input of `shape`."""
+        """Shapes of the inputs of all units and of the output, for an input of `shape`."""
         shapes = [shape]
         for unit in self.units:
             shapes.append(unit.conv.output_shape(shapes[-1], unit.weight_shape))
@@ -58,16 +58,16 @@ class Block(NamedTuple):
 
 
 class StageContext(NamedTuple):
-    """What all blocks of a stage share."""
+    """Properties shared by all blocks of a stage."""
 
     device: torch.device
-    stream_dtype: torch.dtype  # the residual stream's
-    dtype: torch.dtype  # what the convolutions multiply in
+    stream_dtype: torch.dtype  # of the residual stream
+    dtype: torch.dtype  # of the convolutions' products
     is_autocast: bool
 
 
 class CheckedBlock(NamedTuple):
-    """A block, and the shapes of the inputs of its units and of its output."""
+    """A block, and its `Block.shapes`."""
 
     block: Block
     shapes: list[Sequence[int]]
@@ -77,9 +77,10 @@ _passed = checks.Passed()
 
 
 def first_recorded(blocks: Sequence[BlockArguments], x: Tensor) -> tuple[int, int]:
-    """The first block that autograd records on an input `x`, and the first unit of that block.
+    """Index of the first block that autograd records, and of the first recorded unit in it.
 
-    The number of blocks, and 0, where it records none.
+    Returns:
+        `(len(blocks), 0)` if autograd records nothing.
     """
     if not torch.is_grad_enabled():
         return len(blocks), 0
@@ -98,20 +99,13 @@ def checked_block(
     x_dtype: torch.dtype,
     context: StageContext,
 ) -> CheckedBlock:
-    """Checks the arguments of a block against its input.
-
-    Args:
-        arguments: the block's.
-        shape: shape of the input of the block.
-        x_dtype: dtype of the input of the block.
-        context: the stage's.
-    """
+    """Checks the arguments of a block for an input of `shape` and `x_dtype`."""
     key = found = None
     if not torch.compiler.is_compiling():
         try:
             key = (*shape, x_dtype, context, *_read(arguments))
             found = _passed.get(key)
-        except (AttributeError, TypeError, RuntimeError):  # no tensor; symbolic sizes
+        except (AttributeError, TypeError, RuntimeError):  # not a tensor, or symbolic sizes
             key = None
     if key is None:
         return _check(arguments, shape, x_dtype, context)
@@ -119,10 +113,11 @@ def checked_block(
 
 
 def _read(arguments: BlockArguments) -> list[Any]:
-    """What `_check` reads of arguments; less than `checks.described` gives, for speed.
+    """A key of all properties that `_check` reads; less than `checks.described`, for speed.
 
     Raises:
-        TypeError: a batch norm has a process group, which no key keeps; or what `described` raises.
+        TypeError: a batch norm has a process group, which a key must not keep alive.
+        RuntimeError: a tensor has no storage.
     """
     units, projection, is_residual = arguments
     parts: list[Any] = [is_residual, len(units)]
@@ -141,11 +136,11 @@ def _read(arguments: BlockArguments) -> list[Any]:
 
 
 def _add_conv(conv, parts: list[Any]) -> None:
-    """Adds what `_check` reads of `ConvArguments`."""
+    """Adds the properties that `_check` reads from `ConvArguments`."""
     weight, _, stride, padding, dilation, groups = conv
     parts += (weight.shape, weight.dtype, weight.device, readable_bytes(weight))
     parts += (stride, padding, dilation, groups)
-    parts += map(type, (*stride, *padding, *dilation, groups))  # `True == 1`
+    parts += map(type, (*stride, *padding, *dilation, groups))  # tells True from 1
 
 
 def _check(
@@ -203,7 +198,7 @@ def _unit(
 
 
 def geometry_of(conv) -> Conv:
-    """The geometry of an `nn.Conv2d` or of `ConvArguments`, which has pairs."""
+    """The geometry of an `nn.Conv2d`, or of `ConvArguments` with pairs."""
     return Conv(conv.stride, conv.padding, conv.dilation, conv.groups)
 
 

@@ -1,9 +1,9 @@
-"""Pre-activation blocks in a row, forward and backward, on the kernels of one backend.
+"""Consecutive pre-activation blocks, forward and backward, on the kernels of one backend.
 
-The only place that knows how statistics pass from the kernel that writes a tensor to the one that
-normalises it, and how gradients pass with a deferred step from unit to unit. A backend that runs
-several plain blocks in one call does both the same way; tests/stage/test_preact_stage.py compares
-the bits. `preact_stage.py` decides what is saved between forward and backward.
+Passes statistics from the kernel that writes a tensor to the kernel that normalises it, and
+gradients with deferred steps from unit to unit. A backend that runs several blocks in one call
+gives the same bits (tests/stage/test_preact_stage.py). `preact_stage.py` decides what is saved for
+backward.
 """
 
 from collections.abc import Sequence
@@ -45,24 +45,24 @@ class Span(NamedTuple):
     begin: int  # index of the first block
     end: int
     is_run: bool
-    keeps_blocks: tuple[bool, ...]  # for every block, keep its input for backward
-    keeps_units: bool  # keep the inputs of their other units
+    keeps_blocks: tuple[bool, ...]  # for each block, keep its input for backward
+    keeps_units: bool  # keep the inputs of the other units
 
     def extended(self, keep: bool) -> "Span":
-        """The span with the next block, whose input is kept if `keep`."""
+        """Adds the next block; `keep` says whether its input is kept."""
         return self._replace(end=self.end + 1, keeps_blocks=(*self.keeps_blocks, keep))
 
 
 class StageValues(NamedTuple):
-    """A value for each tensor of a stage: the tensor, its gradient, or whether that is wanted."""
+    """A value per tensor of a stage: the tensor, its gradient, or whether a gradient is wanted."""
 
-    parameters: list[Any]  # `Parameters` of every unit
-    projections: list[Any]  # weight of every block's projection; None without one
-    running: list[Any]  # mean, then variance of the units in evaluation mode
+    parameters: list[Any]  # `Parameters` of each unit
+    projections: list[Any]  # weight of each block's projection, or None
+    running: list[Any]  # mean, then variance of each unit in evaluation mode
 
 
 def stage_values(blocks: Sequence[Block], flat: Sequence) -> StageValues:
-    """The values that `flat_values` flattened."""
+    """Undoes `flat_values`."""
     values = iter(flat)
     rows = zip(values, values, values, strict=False)
     parameters, projections = [], []
@@ -74,7 +74,7 @@ def stage_values(blocks: Sequence[Block], flat: Sequence) -> StageValues:
 
 
 def flat_values(blocks: Sequence[Block], values: StageValues) -> list:
-    """The values of each block: its parameters unit by unit, its projection; then the others."""
+    """Flattens values: per block, parameters of each unit and projection; then `running`."""
     flat: list = []
     parameters = iter(values.parameters)
     for block, projection in zip(blocks, values.projections, strict=True):
@@ -86,19 +86,19 @@ def flat_values(blocks: Sequence[Block], values: StageValues) -> list:
 
 
 class Stage:
-    """Blocks in a row with their tensors.
+    """Consecutive blocks and their tensors. Lists have an entry for each unit of all blocks.
 
     Attributes:
         kernels: the backend's functions.
         blocks: the blocks.
         units: the units of all blocks, in order.
-        first_unit: index of each block's first unit, and the number of units.
-        eps: eps of every unit.
+        first_unit: index of each block's first unit, then the number of units.
+        eps: eps.
         values: the tensors that the caller passed.
-        statistics: statistics of the input of every unit; None until a forward computes them.
-        fixed_inv_counts: one for every unit; see `inv_count_of`.
-        inv_counts: one over the samples per channel of every unit that used its batch.
-        inputs: input of every unit; None where it is not kept.
+        statistics: statistics of the input; None until a forward computes them.
+        fixed_inv_counts: see `inv_count_of`.
+        inv_counts: 1 / samples per channel, for units with batch statistics.
+        inputs: inputs; None if not kept.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Stage:
         self.inputs: list[Any] = [None] * len(self.units)
 
     def use_running_statistics(self, x: Tensor) -> None:
-        """Fills in the statistics of the units in evaluation mode; `x` is in the stream's dtype."""
+        """Sets the statistics of units in evaluation mode; `x` is in the dtype of the stream."""
         running = iter(self.values.running)
         for index, unit in enumerate(self.units):
             if not unit.uses_batch:
@@ -128,7 +128,7 @@ class Stage:
                 self.fixed_inv_counts[index] = 0.0
 
     def batch_statistics(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean and unbiased variance of the input of each unit that uses its batch's."""
+        """Mean and unbiased variance of the input of each unit with batch statistics."""
         means, variances, inv_counts = [], [], []
         for unit, statistics, inv_count in zip(
             self.units, self.statistics, self.inv_counts, strict=True
@@ -140,13 +140,13 @@ class Stage:
         return means, unbiased(variances, inv_counts)
 
     def norm(self, unit: int) -> Norm:
-        """What normalises the input of a unit."""
+        """The norm of a unit."""
         mean, var = self.statistics[unit]
         bn_weight, bn_bias, _ = self.values.parameters[unit]
         return Norm(mean, var, bn_weight, bn_bias, self.eps[unit], "relu", 0.0)
 
     def runnable(self, x: Tensor) -> list[bool]:
-        """Whether each block may be part of a run, for the stage's input `x`."""
+        """Whether each block can be part of a run, for the input `x` of the stage."""
         found: list[bool] = []
         if not hasattr(self.kernels, "block_run_forward"):
             return [False] * len(self.blocks)
@@ -162,10 +162,10 @@ class Stage:
         return found
 
     def _is_runnable(self, block: Block, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether a block may be part of a run.
+        """Whether a block can be part of a run.
 
-        Not one with a projection or without a shortcut, with a process group, a stride, statistics
-        of both kinds, or a convolution without a fused kernel.
+        It must have a shortcut without projection, fused kernels for all convolutions, stride 1, no
+        process group, and either batch or running statistics in all units.
         """
         if block.projection is not None or not block.is_residual:
             return False
@@ -181,13 +181,13 @@ class Stage:
     def spans(
         self, begin: int, runnable: Sequence[bool], keeps: Sequence[bool], keeps_units: bool
     ) -> list[Span]:
-        """Consecutive blocks in as few calls as the backend allows.
+        """Splits consecutive blocks into as few spans as the backend allows.
 
         Args:
-            begin: first block.
-            runnable: for every block of the stage.
-            keeps: whether the input of each of these blocks is kept.
-            keeps_units: whether the inputs of their other units are kept.
+            begin: index of the first block.
+            runnable: result of `runnable`, for all blocks of the stage.
+            keeps: for each block from `begin` on, whether to keep its input.
+            keeps_units: whether to keep the inputs of the other units.
         """
         spans: list[Span] = []
         for index, keep in enumerate(keeps, begin):
@@ -201,15 +201,15 @@ class Stage:
     def forward(
         self, span: Span, x: Tensor, x_statistics: Statistics | None
     ) -> tuple[Tensor, Statistics | None]:
-        """Runs a span of blocks; fills in statistics, and the inputs that it keeps.
+        """Runs a span of blocks, and stores statistics and the inputs to keep.
 
         Args:
             span: the blocks.
             x: input of the first block.
-            x_statistics: statistics of `x`, where known.
+            x_statistics: statistics of `x`, if known.
 
         Returns:
-            The output, and its statistics where the unit after the span takes them.
+            The output, and its statistics if the unit after the span needs them.
         """
         if not span.is_run:
             return self._block_forward(span, x, x_statistics)
@@ -226,7 +226,7 @@ class Stage:
         return output.y, output.statistics
 
     def run(self, span: Span) -> BlockRun:
-        """A span as kernels take it."""
+        """The `BlockRun` of a span."""
         first, last = self.first_unit[span.begin], self.first_unit[span.end]
         return BlockRun(
             self.blocks[span.begin].units,
@@ -264,14 +264,13 @@ class Stage:
         return h, x_statistics
 
     def rebuilt_input(self, index: int, z: Tensor, y: Tensor) -> Tensor:
-        """The input of a block from its output: `x = y - F(z)`, where F is its last unit.
+        """Rebuilds the input of a block: `x = y - F(z)`, where F is its last unit.
 
-        One call of the forward's kernel: negating the weights negates each product, and so each sum
-        in the same order, to the bit.
+        Runs the forward kernel with negated weights, which negates F(z) bit for bit.
 
         Args:
-            index: the block.
-            z: input of its last unit.
+            index: index of the block.
+            z: input of the last unit.
             y: output of the block.
         """
         last = self.first_unit[index + 1] - 1
@@ -285,12 +284,12 @@ class StageBackward:
 
     Args:
         stage: the stage, with all statistics.
-        needed: whether the gradient of each tensor is wanted.
-        needs_x: whether the gradient of the stage's input is wanted.
+        needed: for each tensor, whether to compute its gradient.
+        needs_x: whether to compute the gradient of the stage's input.
 
     Attributes:
-        gradients: the gradients so far.
-        first: the first block with a gradient to compute.
+        gradients: the gradients computed so far.
+        first: index of the first block with a gradient to compute.
     """
 
     def __init__(self, stage: Stage, needed: StageValues, needs_x: bool) -> None:
@@ -311,7 +310,7 @@ class StageBackward:
         raise AssertionError("a backward without a gradient to compute")
 
     def parts(self, spans: Sequence[Span]) -> list[Span]:
-        """The spans cut into runs of which every gradient is wanted, and single blocks."""
+        """Splits spans into runs with all gradients wanted, and single blocks."""
         parts: list[Span] = []
         for span in spans:
             if not span.is_run:
@@ -328,7 +327,7 @@ class StageBackward:
         return parts
 
     def _needs_all(self, index: int) -> bool:
-        """Whether every gradient of a block is wanted."""
+        """Whether all gradients of a block are wanted."""
         first, last = self.stage.first_unit[index : index + 2]
         needs_input = self.needs_x or index > self.first
         return needs_input and all(map(all, self.needed.parameters[first:last]))
@@ -336,18 +335,18 @@ class StageBackward:
     def backward(
         self, span: Span, y: Tensor | None, dy: Gradient
     ) -> tuple[Tensor | None, Gradient]:
-        """The gradients of a span.
+        """Computes the gradients of a span.
 
         Args:
             span: the blocks.
-            y: output of the last block, where known.
+            y: output of the last block, if known.
             dy: gradient of the output.
 
         Returns:
-            The input of the first block, and its gradient, undefined where that is not wanted.
+            The input of the first block, and its gradient, which is undefined unless wanted.
         """
         dtype = self.stage.blocks[span.begin].units[0].dtype
-        if dy.step is not None and dy.g.dtype != dtype:  # no kernel takes such a step
+        if dy.step is not None and dy.g.dtype != dtype:  # kernels need g in their products' dtype
             dy = Gradient(whole_gradient(self.stage.kernels, dy))
         found = self._run(span, y, dy) if span.is_run else self._block(span, y, dy)
         first, last = self.stage.first_unit[span.begin], self.stage.first_unit[span.end]
@@ -366,14 +365,14 @@ class StageBackward:
         return cast(AffineStep, found.x.step).x, found.x
 
     def _block(self, span: Span, y: Tensor | None, dy: Gradient) -> tuple[Tensor | None, Gradient]:
-        """Gradients of one block, unit by unit."""
+        """`backward` of one block, unit by unit."""
         stage, kernels = self.stage, self.stage.kernels
         index = span.begin
         block, begin, end = stage.blocks[index], *stage.first_unit[index : index + 2]
         needs_input = self.needs_x or index > self.first
         needs_projection = bool(self.needed.projections[index])
         first = begin
-        if not (needs_input or needs_projection):  # begin where there is a gradient to compute
+        if not (needs_input or needs_projection):  # skip frozen units at the begin
             first = next(u for u in range(begin, end) if any(self.needed.parameters[u]))
         inputs = stage.inputs[begin:end]
         if inputs[0] is None and first == begin:
@@ -405,7 +404,7 @@ class StageBackward:
                     g.add_(cast(Tensor, found.g))
                     cast(Tensor, sums).add_(cast(Tensor, found.sums))
             self._set_gradients(i, dconv_weight, sums)
-            # Weights take the sums of their own process: only the gradient of `h` needs all.
+            # Gradients of weight and bias are per process; the gradient of `h` needs all sums.
             if g is not None and sums is not None and (i > first or needs_input):
                 sums = sums_over_group(sums, unit.process_group)
                 passes_on = i == begin and block.is_residual and block.projection is None
@@ -428,10 +427,10 @@ def differentiable_forward(
 
     Args:
         stage: the stage, with the statistics of all units from `start` on.
-        h: input of the unit with which it begins.
-        start: the block of that unit, and its number in the block.
-        output: output of that block, where it begins behind the first unit and other blocks follow:
-            the shortcut of the block is constant, and not known.
+        h: input of the unit to begin with.
+        start: index of its block, and index of the unit in the block.
+        output: output of its block, needed if `start` skips units and other blocks follow: the
+            shortcut is a constant that was not saved.
 
     Returns:
         The output of the last block.

@@ -31,12 +31,12 @@ def bn_relu(
         x: `[N, C, H, W]`, float32, float64, bfloat16 or float16; any strides.
         bn_weight: `[C]` in the dtype of `x` or float32, or None for ones.
         bn_bias: `[C]` in the dtype of `x` or float32, or None for zeros.
-        running_mean: `[C]`, updated in place once in training mode; needed in evaluation mode.
-        running_var: `[C]`, unbiased, likewise.
+        running_mean: `[C]`, updated in place in training mode; required in evaluation mode.
+        running_var: `[C]`, unbiased; as `running_mean`.
         training: normalise with the statistics of the batch.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
-        process_group: a `torch.distributed` group over which the batch is spread, as in
+        process_group: the `torch.distributed` group that shares the statistics of the batch, as in
             `torch.nn.SyncBatchNorm`.
 
     Returns:
@@ -46,7 +46,7 @@ def bn_relu(
         TypeError: an argument is not a tensor, or has a dtype that is not served.
         ValueError: a shape or a device does not match `x`, or there is one value per channel in
             training mode.
-        BackendError: the backend that was named cannot serve `x`.
+        BackendError: the selected backend cannot serve `x`.
     """
     running = (running_mean, running_var)
     bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)

@@ -35,9 +35,9 @@ def bn_relu_conv2d(
     """Batch norm, ReLU, convolution and residual add; saves only `x` for backward.
 
     Equals `F.conv2d(F.relu(F.batch_norm(x, running_mean, running_var, bn_weight, bn_bias,
-    training, momentum, eps)), conv_weight, conv_bias, stride, padding, dilation, groups)`,
-    `+ residual` where given. The unit is from He et al., "Identity Mappings in Deep Residual
-    Networks" (arXiv 1603.05027).
+    training, momentum, eps)), conv_weight, conv_bias, stride, padding, dilation, groups)
+    [+ residual]`. The unit is from He et al., "Identity Mappings in Deep Residual Networks"
+    (arXiv 1603.05027).
 
     Args:
         x: `[N, C, H, W]`, float32, float64, bfloat16 or float16; any strides.
@@ -45,8 +45,8 @@ def bn_relu_conv2d(
             convolution runs in the autocast dtype.
         bn_weight: `[C]` in the dtype of `x` or float32, or None for ones.
         bn_bias: `[C]` in the dtype of `x` or float32, or None for zeros.
-        running_mean: `[C]`, updated in place once in training mode; needed in evaluation mode.
-        running_var: `[C]`, unbiased, likewise.
+        running_mean: `[C]`, updated in place in training mode; required in evaluation mode.
+        running_var: `[C]`, unbiased; as `running_mean`.
         conv_bias: `[K]` or None.
         stride: stride of the convolution, pixels.
         padding: zeros on each side, pixels, added after the activation; or `"same"`, `"valid"`.
@@ -56,7 +56,7 @@ def bn_relu_conv2d(
         training: normalise with the statistics of the batch.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
-        process_group: a `torch.distributed` group over which the batch is spread, as in
+        process_group: the `torch.distributed` group that shares the statistics of the batch, as in
             `torch.nn.SyncBatchNorm`.
 
     Returns:
@@ -66,7 +66,7 @@ def bn_relu_conv2d(
         TypeError: an argument is not a tensor, or has a dtype that is not served.
         ValueError: a shape or a device does not match, or there is one value per channel in
             training mode.
-        BackendError: the backend that was named cannot serve `x`.
+        BackendError: the selected backend cannot serve `x`.
     """
     running = (running_mean, running_var)
     bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)

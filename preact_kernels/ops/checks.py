@@ -1,4 +1,4 @@
-"""Argument checks: each names the argument, what was expected and what was given."""
+"""Argument checks: messages name the argument, what was expected and what was given."""
 
 import numbers
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ def check_metadata(name: str, value: Any) -> None:
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """Checks for a strided floating point tensor, all of whose elements have memory."""
+    """Checks for a strided floating point tensor with a storage for all elements."""
     check_metadata(name, value)
     check_storage(name, value)
 
@@ -67,7 +67,7 @@ def check_like(name: str, value: Any, like_name: str, like: Tensor) -> None:
 
 
 def check_parameter_dtype(name: str, value: Tensor, x_dtype: torch.dtype) -> None:
-    """Checks for the dtype of x, or float32 where that is a half precision."""
+    """Checks for the dtype of x, or float32 if x is in half precision."""
     allowed = [x_dtype]
     if x_dtype in (torch.bfloat16, torch.float16):
         allowed.append(torch.float32)
@@ -79,7 +79,7 @@ def check_parameter_dtype(name: str, value: Tensor, x_dtype: torch.dtype) -> Non
 
 
 def check_per_channel(name: str, value: Any, x: Tensor, *, has_any_dtype: bool = False) -> None:
-    """Checks for a vector with one value for each channel of `x`."""
+    """Checks for a vector with one value per channel of `x`."""
     check_like(name, value, "x", x)
     if value.shape != (x.shape[1],):
         raise ValueError(
@@ -91,7 +91,7 @@ def check_per_channel(name: str, value: Any, x: Tensor, *, has_any_dtype: bool =
 
 
 def check_number(name: str, value: Any, *, minimum: float | None = None) -> None:
-    """Checks for a real number of at least `minimum`; a bool is one, as in PyTorch."""
+    """Checks for a real number of at least `minimum`; accepts bool, as PyTorch does."""
     if not isinstance(value, int | float) and not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if value != value:
@@ -111,7 +111,7 @@ def check_running(name: str, t: Tensor) -> None:
 
 
 def check_norm_numbers(eps: Any, momentum: Any) -> None:
-    """Checks the numbers of a batch norm; momentum None is the cumulative average."""
+    """Checks the numbers of a batch norm; momentum may be None (cumulative average)."""
     check_number("eps", eps, minimum=0)
     if momentum is not None:
         check_number("momentum", momentum)
@@ -134,7 +134,7 @@ def check_samples(shape: Sequence[int]) -> None:
 
 
 def _as_int(value: Any) -> Any:
-    """An int for an integer of NumPy; anything else as it is."""
+    """Converts integers of NumPy to int, and returns other values unchanged."""
     return int(value) if isinstance(value, numbers.Integral) else value
 
 
@@ -142,7 +142,7 @@ _COUNTS = {1: "a tuple of one", 2: "a pair of ints", 3: "three ints"}
 
 
 def pair(name: str, value: Any, *, minimum: int, axes: int = 2) -> tuple[int, ...]:
-    """Converts an int or a tuple to ints of at least `minimum`, one for each of the `axes`."""
+    """Converts an int or a tuple to a tuple of ints of at least `minimum`, one per axis."""
     values = value if isinstance(value, list | tuple) else [value] * axes
     values = [v if isinstance(v, int) else _as_int(v) for v in values]
     are_ints = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
@@ -156,10 +156,7 @@ def pair(name: str, value: Any, *, minimum: int, axes: int = 2) -> tuple[int, ..
 def check_conv_weight(
     conv_weight: Tensor, groups: Any, channels: int | None = None, dims: int = 4
 ) -> None:
-    """Checks a weight `[K, C / groups, R, S]` and its groups, for an input of C `channels`.
-
-    The weight has as many dimensions `dims` as the input.
-    """
+    """Checks a weight `[K, C / groups, R, S]` of `dims` dimensions for an input of C `channels`."""
     if conv_weight.dim() != dims:
         kernel = {3: "R", 4: "R, S", 5: "Q, R, S"}[dims]
         raise ValueError(
@@ -189,10 +186,10 @@ def check_conv_weight(
 def geometry(
     kernel_size: Sequence[int], stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Conv | None:
-    """The geometry of a convolution, checked.
+    """Checks the geometry of a convolution.
 
     Returns:
-        None for padding `"same"` that differs between the two sides of an axis.
+        The geometry; None for padding `"same"` that differs between the two sides of an axis.
     """
     axes = len(kernel_size)
     stride = pair("stride", stride, minimum=1, axes=axes)
@@ -230,11 +227,7 @@ def check_conv(
     dilation: Any,
     groups: Any,
 ) -> Conv | None:
-    """Checks the arguments of a convolution.
-
-    Returns:
-        The geometry; None for padding `"same"` that differs between the two sides of an axis.
-    """
+    """Checks the arguments of a convolution, and returns the result of `geometry`."""
     check_like("conv_weight", conv_weight, "x", x)
     check_conv_weight(conv_weight, groups, x.shape[1], x.dim())
     out_channels, _, *kernel_size = conv_weight.shape
@@ -273,7 +266,7 @@ def _named_padding(
 
 
 def check_residual(residual: Any, name: str, shape: Sequence[int], like: Tensor) -> None:
-    """Checks for a floating point tensor of the output's shape on the device of `like`."""
+    """Checks for a floating point tensor of shape `shape` on the device of `like`."""
     check_like(name, residual, "x", like)
     if list(residual.shape) != list(shape):
         raise ValueError(
@@ -282,12 +275,12 @@ def check_residual(residual: Any, name: str, shape: Sequence[int], like: Tensor)
 
 
 class Passed(dict):
-    """Results of checks by what they read (`described`): what has passed is not checked again."""
+    """Results of passed checks, by `described` arguments, which need not be checked again."""
 
-    MOST = 4096  # a program with new shapes at every call must not fill the memory
+    MOST = 4096  # bounds the memory of a program with new shapes at every call
 
     def add(self, key, result):
-        """Keeps `result`, and returns it."""
+        """Stores and returns `result`."""
         if len(self) >= self.MOST:
             self.clear()
         self[key] = result
@@ -298,11 +291,11 @@ _PLAIN = frozenset((int, float, bool, str, torch.dtype, type(None)))
 
 
 def described(values: Iterable) -> list:
-    """What checks read of arguments: metadata of tensors, types and values of plain objects.
+    """The metadata of tensors, and types and values of plain objects, that checks depend on.
 
     Raises:
-        TypeError: an argument is none of these. No key keeps such an object, a process group say,
-            or relies on its equality.
+        TypeError: an argument is of another type, such as a process group. A key must not keep it
+            alive or rely on its equality.
         RuntimeError: a tensor has no strides or no storage.
     """
     parts: list = []

@@ -1,4 +1,4 @@
-"""Which backend serves a call: a table, a choice by name, and `"auto"`."""
+"""Choice of the backend: the table of backends, by name, or `"auto"`."""
 
 import contextlib
 import functools
@@ -19,11 +19,11 @@ from preact_kernels.torch_compat import FakeTensor, FunctionalTensor
 
 
 class BackendError(RuntimeError):
-    """The backend that was named cannot serve the call; the message says which argument it is."""
+    """The selected backend cannot serve the call; the message names the argument."""
 
 
 class Backend(NamedTuple):
-    """One row of the table: a backend's functions, and what they serve."""
+    """A backend: its functions, and the devices and dtypes that they serve."""
 
     name: str
     kernels: Callable[[], Kernels]
@@ -31,21 +31,21 @@ class Backend(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     load_error: Callable[[], str]  # why it is not available, or an empty string
     only_by_name: bool = False  # "auto" skips it
-    library_error: Callable[[], str] = lambda: ""  # problems that reinstalling can fix
-    yields: Callable[[], bool] = lambda: False  # "auto" takes a later one before it, if there is
-    is_experimental: bool = False  # the whole test suite has not passed on its device
+    library_error: Callable[[], str] = lambda: ""  # errors that reinstalling can fix
+    yields: Callable[[], bool] = lambda: False  # "auto" prefers later backends
+    is_experimental: bool = False  # the test suite has not passed on its device
 
     def is_available(self) -> bool:
         return not self.load_error()
 
 
-# As Triton reads it.
+# Values of TRITON_INTERPRET that Triton takes as true.
 _TRUE = ("1", "true", "on", "yes", "y")
 _IS_TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
 
 
 def _triton_load_error() -> str:
-    """Triton needs to be installed; and its interpreter, or a GPU and a C compiler."""
+    """Checks that Triton is installed, and interpreted or with a GPU and a C compiler."""
     refusal = "" if _IS_TRITON_INTERPRETED else cuda.gpu_refusal()
     if refusal:
         return refusal
@@ -71,9 +71,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
 _TRITON_DEVICE = "cpu" if _IS_TRITON_INTERPRETED else "cuda"
 
-# The backend that "auto" prefers on a GPU, by compute capability; one that is not here is like the
-# last before it. Measured on 9.0 (bench/results), and assumed for 8.0, 8.7 and 10.0. On 8.6, 8.9
-# and 12.0, tiles of "cuda" for 3x3 convolutions do not fit in shared memory. Of several GPUs, the
+# The backend that "auto" prefers on a GPU, by compute capability; others use the entry of the next
+# lower one. Measured on 9.0 (bench/results), and assumed for 8.0, 8.7 and 10.0. On 8.6, 8.9 and
+# 12.0, tiles of "cuda" for 3x3 convolutions do not fit in shared memory. With several GPUs, the
 # current one at the first call decides for all.
 FASTEST_ON_GPU = {
     (8, 0): "cuda",
@@ -97,7 +97,7 @@ def _prefers_triton() -> bool:
     return fastest_on_gpu(torch.cuda.get_device_capability()) == "triton"
 
 
-# In order of preference: "auto" takes the first that is available and serves the call.
+# In order of preference: "auto" selects the first that is available and serves the call.
 BACKENDS = (
     Backend("cpu", cpu.kernels, ("cpu",), _FLOATS, cpu.load_error, library_error=cpu.load_error),
     Backend(
@@ -128,7 +128,7 @@ _current = "auto"
 
 
 def available_backends() -> tuple[str, ...]:
-    """Names of the backends that this machine can run, the specification first.
+    """Names of the backends that this machine can run, `"reference"` first.
 
     Returns:
         For example `("reference", "cpu")`, or `("reference", "triton", "cuda", "cpu")` with a GPU.
@@ -150,14 +150,14 @@ def _validated(name: str) -> str:
 
 
 def set_backend(name: str) -> None:
-    """Sends every following call to the backend `name`; `"auto"` takes the fastest that serves it.
+    """Selects the backend of all following calls; `"auto"` selects the fastest for each call.
 
     Args:
         name: one of `available_backends()`, or `"auto"`.
 
     Raises:
         ValueError: no backend has that name.
-        BackendError: the backend is known and cannot run on this machine.
+        BackendError: the backend cannot run on this machine.
     """
     global _current
     _current = _validated(name)
@@ -165,7 +165,7 @@ def set_backend(name: str) -> None:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the context, sends every call to the backend `name`.
+    """Context manager that selects the backend of all calls inside.
 
     The backward of a call runs on the backend that ran its forward.
 
@@ -174,7 +174,7 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises:
         ValueError: no backend has that name.
-        BackendError: the backend is known and cannot run on this machine.
+        BackendError: the backend cannot run on this machine.
     """
     global _current
     previous, _current = _current, _validated(name)
@@ -187,7 +187,7 @@ def use_backend(name: str) -> Iterator[None]:
 def _refusal(
     backend: Backend, device_type: str, dtype: torch.dtype, of: tuple[str, str] = ("x", "x")
 ) -> str | None:
-    """Why a backend does not serve a device and a dtype, the arguments named `of`."""
+    """Why a backend does not serve a device and a dtype; `of` names the two arguments."""
     if backend.device_types and device_type not in backend.device_types:
         served = " or ".join(backend.device_types)
         return f"{of[0]}: expected a tensor on {served}, got {device_type}"
@@ -200,10 +200,10 @@ def _refusal(
 def _serving(
     name: str, device_type: str, dtype: torch.dtype, of: tuple[str, str] = ("x", "x")
 ) -> Backend:
-    """The row of the table that serves `name` ("auto" or a backend's), a device and a dtype.
+    """The backend for a device and a dtype; `name` is "auto" or the backend's.
 
     Raises:
-        BackendError: the backend that was named cannot serve the device or the dtype.
+        BackendError: the selected backend cannot serve the device or the dtype.
     """
     if name != "auto":
         refusal = _refusal(_by_name[name], device_type, dtype, of)
@@ -214,7 +214,7 @@ def _serving(
     missing: list[Backend] = []
     for backend in sorted(serving, key=lambda b: (b.name == "reference", b.yields())):
         if backend.is_available():
-            if backend.name == "reference":  # far slower than any of those before it
+            if backend.name == "reference":  # far slower than the others
                 for other in missing:
                     _warn_of_missing_library(other)
             return backend
@@ -222,7 +222,6 @@ def _serving(
     raise BackendError(f"no backend serves dtype {dtype} on {device_type}")
 
 
-# How to get the library of a backend.
 _BUILD = "`pip install -v --no-build-isolation --force-reinstall --no-deps .` in the sources"
 _REMEDIES = {
     "cpu": f" Install a wheel, or run {_BUILD}.",
@@ -232,7 +231,7 @@ _REMEDIES = {
 
 @functools.cache
 def _warn_of_missing_library(backend: Backend) -> None:
-    """Says once that a compiled library would have served a call."""
+    """Warns once that a compiled library would have served a call."""
     if error := backend.library_error():
         warnings.warn(
             f"preact_kernels: the backend {backend.name!r} is not available ({error}), and a "
@@ -246,7 +245,7 @@ CHECK = "python -m preact_kernels check"
 
 @functools.cache
 def warn_of_experimental(name: str) -> None:
-    """Says once that a backend is experimental."""
+    """Warns once that a backend is experimental."""
     warnings.warn(
         f"preact_kernels: the backend {name!r} is experimental: not all of its tests have run on a "
         f"GPU. `{CHECK}` compares its kernels with float64 on this machine.",
@@ -256,7 +255,7 @@ def warn_of_experimental(name: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
-    """The functions of the backend that `_serving` gives."""
+    """The functions of the backend that `_serving` selects."""
     backend = _serving(name, device_type, dtype)
     if backend.is_experimental:
         warn_of_experimental(backend.name)
@@ -264,7 +263,7 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
 
 
 def experimental_backend(device_type: str, dtype: torch.dtype) -> str:
-    """The name of the backend that serves a device and a dtype if it is experimental, or ""."""
+    """The name of the backend for a device and a dtype if it is experimental, or ""."""
     try:
         backend = _serving(_current, device_type, dtype)
     except BackendError:
@@ -273,7 +272,7 @@ def experimental_backend(device_type: str, dtype: torch.dtype) -> str:
 
 
 def _serves(unit: Unit, pixels: int | None) -> bool:
-    """Whether the backend that will run a traced op fuses it; unknown on the meta device."""
+    """Whether the backend that will run a traced op fuses it; False on the meta device."""
     if unit.device.type == "meta":
         return False
     return select(_current, unit.device.type, unit.dtype).serves(unit, pixels)
@@ -286,11 +285,11 @@ def kernels_for(x: Tensor) -> Kernels:
     """The kernels that serve `x`: a backend's, or the registered ops while tracing.
 
     Raises:
-        BackendError: the backend that was named cannot serve the device or the dtype.
+        BackendError: the selected backend cannot serve the device or the dtype.
     """
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor | FunctionalTensor) or x.is_meta:
         return _registered
-    if x.numel() == 0:  # the share of one process of a group
+    if x.numel() == 0:  # a process of a group may have no samples
         return reference
     return select(_current, x.device.type, x.dtype)
 
@@ -308,10 +307,10 @@ def backend_for(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> str:
-    """Says which backend runs a BN-ReLU-Conv unit, and whether its convolution is fused.
+    """Returns which backend runs a BN-ReLU-Conv unit, and whether its convolution is fused.
 
-    The convolution has no bias. Where this says "fused", a large weight may still run in PyTorch's
-    convolution for some sizes of x: docs/backends.md says which.
+    The convolution has no bias. Even if the result says "fused", large weights run in PyTorch's
+    convolution for some sizes of x; see docs/backends.md.
 
     Args:
         conv_weight: `[K, C / groups, R, S]`; its values are not read.
@@ -329,7 +328,7 @@ def backend_for(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range.
-        BackendError: the backend that was named cannot serve the dtype or the device.
+        BackendError: the selected backend cannot serve the dtype or the device.
     """
     checks.check_metadata("conv_weight", conv_weight)
     checks.check_conv_weight(conv_weight, groups)

@@ -1,4 +1,4 @@
-"""Gradients in PyTorch's differentiable operations, for a backward that is differentiated again."""
+"""Gradients in PyTorch's differentiable operations, for double backward."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -20,17 +20,17 @@ def differentiable_norm_act(
 
     Args:
         x: `[N, C, ...]`.
-        norm: parameters, and the statistics of evaluation mode.
-        groups: groups of channels with statistics of each image; None: statistics per channel.
+        norm: parameters, and statistics for evaluation mode.
+        groups: groups of channels per image; None: statistics per channel.
         training: normalise with the statistics of the input.
-        process_group: spreads the batch.
+        process_group: must be None.
     """
     if process_group is not None:
         raise NotImplementedError("double backward through a SyncBatchNorm is not supported")
     x = layout.as_torch_nhwc(x)
     weight, bias, eps = norm.weight, norm.bias, norm.eps
     mean, var = (None, None) if training else (norm.mean, norm.var)
-    # Some transforms refuse a batch norm of a half precision with float32 parameters.
+    # Some transforms refuse a batch norm in half precision with float32 parameters.
     wide = x.to(norm.mean.dtype) if groups is not None or is_transformed() else x
     if groups is None and not norm.has_rows:
         h = F.batch_norm(wide, mean, var, weight, bias, training, 0.0, eps)
@@ -46,7 +46,10 @@ def differentiable_norm_act(
 
 
 def _group_norm(x: Tensor, groups: int, eps: float) -> Tensor:
-    """`F.group_norm`, whose own backward takes no batch of gradients of an NHWC `x`."""
+    """`F.group_norm` without affine parameters.
+
+    PyTorch's own cannot differentiate a batch of gradients for an NHWC `x`.
+    """
     grouped = x.reshape(x.shape[0], groups, -1)
     centred = grouped - grouped.mean(2, keepdim=True)
     var = centred.square().mean(2, keepdim=True)
@@ -56,19 +59,16 @@ def _group_norm(x: Tensor, groups: int, eps: float) -> Tensor:
 def gradients(
     forward: Callable[..., Tensor], inputs: Sequence[Tensor | None], needed, dy: Tensor
 ) -> list[Tensor | None]:
-    """Gradients of `forward(*inputs)` for the inputs that are `needed`.
-
-    They are themselves differentiable where gradients are recorded.
-    """
+    """Gradients of `forward(*inputs)` for the `needed` inputs; differentiable in grad mode."""
     if not any(needed):
         return [None for _ in inputs]
     is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, as one tensor may have several places. `view_as` may change strides where N is 1.
+        # Views, since a tensor may occur several times. `view_as` may change strides if N is 1.
         views = [None if t is None else torch.ops.aten.alias(t) for t in inputs]
         wanted = [cast(Tensor, v) for v, n in zip(views, needed, strict=True) if n]
         for v in wanted:
-            if not v.requires_grad:  # the tensor was frozen after the forward
+            if not v.requires_grad:  # frozen after the forward
                 v.requires_grad_()
         y = forward(*views)
     found = iter(torch.autograd.grad(y, wanted, dy, create_graph=is_recorded, allow_unused=True))

@@ -1,4 +1,4 @@
-"""Dropout between activation and convolution: PyTorch's own mask, kept as one bit an element."""
+"""Dropout between activation and convolution: PyTorch's mask, saved as one bit per element."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,20 +28,20 @@ def drawn(
     p: float,
     in_place: bool = False,
 ) -> Mask:
-    """The mask of `F.dropout` for an activation; draws the same random numbers.
+    """Draws the mask of `F.dropout` for an activation, with the same random numbers.
 
     Args:
         kernels: the backend, which packs the mask.
-        shape: of the activation, `[N, C, ...]`.
-        x: has its device and dtype.
-        channels_last: its memory format in plain PyTorch.
+        shape: shape of the activation, `[N, C, ...]`.
+        x: a tensor with the device and dtype of the activation.
+        channels_last: memory format of the activation in plain PyTorch.
         p: probability of dropping an element, more than 0.
-        in_place: whether the program drops in place, which draws other numbers on CUDA.
+        in_place: whether dropout is in place, which draws different numbers on CUDA.
     """
     strides = layout.strides(shape, channels_last)
     kept = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     if x.is_cpu and p < 1 and kept.numel():
-        kept.bernoulli_(1 - p)  # what dropout draws
+        kept.bernoulli_(1 - p)  # as F.dropout does
     else:
         kept = F.dropout(kept.fill_(1), p, True, in_place)
     bits = kernels.dropout_bits(kept.movedim(1, -1).contiguous())

@@ -1,4 +1,7 @@
-"""Norms whose statistics belong to each image: group, instance and layer norm."""
+"""Norms with statistics per image: group, instance and layer norm.
+
+`BatchNorm` documents the methods.
+"""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +29,7 @@ from preact_kernels.ops.plain_operators import (
 
 
 class GroupNorm(NamedTuple):
-    """The arguments of one group norm. With one group it is a layer norm of whole images."""
+    """The arguments of a group norm. With one group it is a layer norm of whole images."""
 
     groups: int
     weight: Tensor | None  # [C]; None: ones
@@ -35,12 +38,11 @@ class GroupNorm(NamedTuple):
 
     @property
     def process_group(self) -> None:
-        """No process group spreads the images."""
         return None
 
     @property
     def training(self) -> bool:
-        """Statistics are always those of the input."""
+        """True: a group norm always uses the statistics of its input."""
         return True
 
     def check(self, x: Any, prefix: str = "") -> None:
@@ -56,7 +58,7 @@ class GroupNorm(NamedTuple):
         for name, value in (("weight", self.weight), ("bias", self.bias)):
             if value is not None:
                 checks.check_per_channel(prefix + name, value, x)
-        # A layer norm takes one value, in PyTorch too.
+        # PyTorch's layer norm accepts one value.
         is_single = samples_of(x.shape) * (x.shape[1] // self.groups) == 1
         if is_single and not isinstance(self, LayerNorm):
             raise ValueError(
@@ -69,15 +71,12 @@ class GroupNorm(NamedTuple):
         return torch.float32 if is_autocast(x) and x.is_cuda else x.dtype
 
     def is_channels_last(self, x: Tensor) -> bool:
-        """Whether PyTorch's result is channels_last."""
         return not x.is_cuda and layout.is_channels_last(x)
 
     def affine(self, x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias in the statistics dtype of `x`."""
         return affine(x, self.weight, self.bias, channels)
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm in PyTorch's own operators, with these parameters."""
         if needs_float32_group_norm(x, weight, bias):
             weight, bias = upcast(weight, bias)
             y = F.group_norm(x.float(), self.groups, weight, bias, self.eps)
@@ -85,7 +84,6 @@ class GroupNorm(NamedTuple):
         return F.group_norm(x, self.groups, weight, bias, self.eps)
 
     def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
-        """What normalises `x`, dense NHWC. `inv_count` is one over the pixels of an image."""
         return kernels.group_stats(x, self.groups), None
 
     def update(
@@ -100,21 +98,19 @@ class LayerNorm(GroupNorm):
     __slots__ = ()
 
     def is_channels_last(self, x: Tensor) -> bool:
-        """PyTorch's result is contiguous."""
         return False
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm in PyTorch's own operators, with these parameters."""
         return F.layer_norm(x, x.shape[1:], weight, bias, self.eps)
 
 
 class InstanceNorm(NamedTuple):
-    """The arguments of one instance norm, with or without running statistics."""
+    """The arguments of an instance norm, with or without running statistics."""
 
     weight: Tensor | None  # [C]; None: ones
     bias: Tensor | None  # [C]; None: zeros
     running_mean: Tensor | None  # [C]; read in evaluation mode, updated in training mode
-    running_var: Tensor | None  # [C], unbiased; likewise
+    running_var: Tensor | None  # [C], unbiased
     training: bool  # normalise with the statistics of each image
     momentum: float
     eps: float
@@ -122,12 +118,11 @@ class InstanceNorm(NamedTuple):
 
     @property
     def process_group(self) -> None:
-        """No process group spreads the images."""
         return None
 
     @property
     def groups(self) -> int | None:
-        """A group per channel; None in evaluation mode, where statistics are constants."""
+        """One group per channel; None in evaluation mode, where statistics are constants."""
         return self.channels if self.training else None
 
     def check(self, x: Any, prefix: str = "") -> None:
@@ -150,19 +145,15 @@ class InstanceNorm(NamedTuple):
             )
 
     def result_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype of PyTorch's result."""
         return x.dtype
 
     def is_channels_last(self, x: Tensor) -> bool:
-        """PyTorch's result is contiguous."""
         return False
 
     def affine(self, x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias in the statistics dtype of `x`."""
         return affine(x, self.weight, self.bias, channels)
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm in PyTorch's own operators, with these parameters."""
         mean, var = self.running_mean, self.running_var
         dtype = x.dtype
         if is_transformed() and has_mixed_dtypes(x, mean, var, weight, bias):
@@ -174,7 +165,6 @@ class InstanceNorm(NamedTuple):
         return F.instance_norm(x, mean, var, weight, bias, *rest).to(dtype)
 
     def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
-        """What normalises `x`, dense NHWC, and its fixed `inv_count`."""
         if self.training:
             return kernels.group_stats(x, self.channels), None
         assert self.running_mean is not None and self.running_var is not None  # by `check`
@@ -183,7 +173,7 @@ class InstanceNorm(NamedTuple):
     def update(
         self, kernels: Kernels, x: Tensor, statistics: Statistics | None, fixed: float | None
     ) -> None:
-        """Moves the running statistics towards the mean over the images."""
+        """Updates the running statistics by the mean of the statistics of all images."""
         if not self.training or self.running_mean is None or statistics is None:
             return
         mean, var = statistics.mean.mean(0), statistics.var.mean(0)

@@ -11,39 +11,40 @@ from preact_kernels.ops.block_arguments import Block
 
 MEMORY_MODES = ("store", "rebuild", "checkpoint")
 
-# In half precision each rebuilt input has one more rounding error (docs/memory.md).
+# In half precision, each rebuilt input adds a rounding error (docs/memory.md).
 _HALF_PRECISION_ANCHORS = 8
 
 
 class KeptInputs(NamedTuple):
-    """What a stage saves for backward, apart from statistics and the tensors that it reads."""
+    """The activations that a stage saves for backward."""
 
     skipped: int  # first units of the first recorded block that save neither input nor statistics
-    # For each segment: its first block, and whether the input of each of its blocks is kept. In
-    # mode "checkpoint" the forward saves the first alone, and the backward keeps the others.
+    # For each segment: index of its first block, and whether the input of each block is kept. In
+    # mode "checkpoint" the forward saves only the first input; the backward keeps the others.
     segments: list[tuple[int, list[bool]]]
     saves_y: bool
 
 
 class MemoryMode(NamedTuple):
-    """What a stage saves for backward.
+    """Selects the activations that a stage saves for backward.
 
-    `store` saves the input of every unit. `rebuild` leaves out the inputs x of most blocks; the
-    backward computes each from the block's output, `x = y - F(z)`, where F is the block's last unit
-    and z its input. `checkpoint` saves the input of every segment of blocks; the backward runs the
-    segment again and saves what `rebuild` does.
+    `store` saves the input of each unit. `rebuild` omits the inputs x of most blocks; the backward
+    computes each from the block's output, `x = y - F(z)`, where F is the block's last unit and z
+    its input. `checkpoint` saves the input of each segment of blocks; the backward runs the segment
+    again and keeps the same inputs as `rebuild`.
     """
 
     name: str = "store"
     segments: int | None = None  # None: `segment_starts` chooses
-    anchor_every: int | None = None  # save x of one block in so many; None: by dtype
+    anchor_every: int | None = None  # save every so many block inputs; None: by dtype
 
     def segment_starts(self, count: int) -> list[int]:
-        """Index of the first block of each segment. Lengths differ by at most one block.
+        """Index of the first block of each segment; lengths differ by at most one block.
 
-        By default there are about `sqrt(count / 2)` segments. For bottlenecks, whose x is four
-        times as wide as their inner tensors, this minimises the inputs of all segments and the
-        inner tensors of one, `4 * segments + 2 * count / segments`. Other modes have one segment.
+        By default there are about `sqrt(count / 2)` segments. For bottlenecks, where x has four
+        times the channels of the inner tensors, this minimises the memory of the inputs of all
+        segments and the inner tensors of one, `4 * segments + 2 * count / segments`. Modes other
+        than "checkpoint" have one segment.
         """
         if self.name != "checkpoint":
             return [0]
@@ -53,12 +54,12 @@ class MemoryMode(NamedTuple):
     def keeps_input(self, can_rebuild: Sequence[bool], dtype: torch.dtype) -> list[bool]:
         """Whether the input of each block of a segment is saved.
 
-        The first always is: a double backward starts from it.
+        The first input is always saved: a double backward starts from it.
 
         Args:
-            can_rebuild: for every block, whether its input follows from its output.
-            dtype: of the residual stream. In half precision every eighth input is saved, to bound
-                the rounding errors, unless `anchor_every` says otherwise.
+            can_rebuild: for each block, whether its input can be computed from its output.
+            dtype: dtype of the residual stream. In half precision `anchor_every` is 8 by default,
+                which bounds the rounding errors.
         """
         count = len(can_rebuild)
         if self.name == "store":
@@ -75,21 +76,21 @@ class MemoryMode(NamedTuple):
     def kept_inputs(
         self, blocks: Sequence[Block], first: int, skipped: int, dtype: torch.dtype
     ) -> KeptInputs:
-        """Which inputs of units a stage saves, and whether it saves its output.
+        """The inputs that a stage saves, and whether it saves its output.
 
-        The inputs of all but the first units of a block are kept with it.
+        The inputs of units other than the first of a block are always kept.
 
         Args:
             blocks: the blocks.
-            first: the first block that autograd records.
-            skipped: the number of its units ahead of the first that autograd records.
+            first: index of the first block that autograd records.
+            skipped: number of its first units that autograd does not record.
             dtype: dtype of the residual stream.
         """
         starts = [first + start for start in self.segment_starts(len(blocks) - first)]
         segments: list[tuple[int, list[bool]]] = []
         keeps: list[bool] = []
         for begin, end in itertools.pairwise([*starts, len(blocks)]):
-            can_rebuild = []  # whether the input follows from the output and the last unit's input
+            can_rebuild = []
             for units, projection, is_residual in blocks[begin:end]:
                 can_rebuild.append(is_residual and projection is None and len(units) > 1)
             keeps = self.keeps_input(can_rebuild, dtype)
@@ -97,8 +98,8 @@ class MemoryMode(NamedTuple):
         if self.name == "checkpoint":  # whole blocks run again
             return KeptInputs(0, segments, False)
         if self.name == "rebuild" and first + 1 < len(blocks) and blocks[first].is_residual:
-            skipped = 0  # a double backward needs its output, which is not kept
-        # The input of the last block may be rebuilt, from y.
+            skipped = 0  # a double backward would need the block's output, which may not be kept
+        # y is saved if the input of the last block is rebuilt.
         return KeptInputs(skipped, segments, not all(keeps[-1:]))
 
 

@@ -1,6 +1,6 @@
 """Norm and activation in one operation; saves only the input for backward.
 
-`pk.bn_relu`, `pk.batch_norm_act` and `pk.group_norm_act` are cases of `norm_act_of`.
+`pk.bn_relu`, `pk.batch_norm_act` and `pk.group_norm_act` call `norm_act_of`.
 """
 
 from collections.abc import Sequence
@@ -33,17 +33,18 @@ NormArguments = BatchNorm | GroupNorm | InstanceNorm
 
 
 class ScaleShift(NamedTuple):
-    """A scale and a shift of each image behind a norm: `h * (1 + scale) + shift`.
+    """A scale and a shift per image after a norm: `h * (1 + scale) + shift`.
 
-    With a factor in place of the scale it is `h * factor + shift`.
+    Alternatively a factor and a shift, `h * factor + shift`. Tensors are `[N, C]` or
+    `[N, C, 1, ...]`.
     """
 
-    scale: Tensor | None = None  # [N, C], or with ones behind
-    shift: Tensor | None = None  # likewise
-    factor: Tensor | None = None  # likewise
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    factor: Tensor | None = None
 
     def check(self, x: Tensor) -> None:
-        """Raises unless both fit the images `x`."""
+        """Raises unless all tensors match the images `x`."""
         for name, t in zip(self._fields, self, strict=True):
             if t is None:
                 continue
@@ -59,7 +60,7 @@ class ScaleShift(NamedTuple):
             checks.check_parameter_dtype(name, t, x.dtype)
 
     def promoted(self, x: Tensor) -> Tensor:
-        """`x` in the dtype that PyTorch gives `norm(x) * (1 + scale) + shift`."""
+        """Casts `x` to PyTorch's dtype of `norm(x) * (1 + scale) + shift`."""
         dtype = x.dtype
         for t in self:
             if t is not None:
@@ -67,7 +68,7 @@ class ScaleShift(NamedTuple):
         return x.to(dtype)
 
     def of(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight and bias `[N, C]` that contain scale and shift; as they are without these."""
+        """Multiplies weight and bias by the scale and adds the shift, which gives `[N, C]`."""
         scale, shift, factor = (None if t is None else t.flatten(1).to(weight.dtype) for t in self)
         if scale is not None:
             factor = 1 + scale
@@ -78,7 +79,7 @@ class ScaleShift(NamedTuple):
         return weight.contiguous(), bias.contiguous()
 
     def plain(self, h: Tensor) -> Tensor:
-        """`h * (1 + scale) + shift` in PyTorch's own operators."""
+        """`h * (1 + scale) + shift` in PyTorch's operators."""
         has_none = all(t is None for t in self)
         return h if has_none else modulate(h, *self)
 
@@ -87,11 +88,11 @@ NO_SCALE_SHIFT = ScaleShift()
 
 
 def scale_shift_of(scale: Tensor | None, shift: Tensor | None) -> ScaleShift:
-    """Both as one argument; `NO_SCALE_SHIFT` itself if there are none."""
+    """Returns `NO_SCALE_SHIFT` itself if both are None."""
     return NO_SCALE_SHIFT if scale is None and shift is None else ScaleShift(scale, shift)
 
 
-@fx.wrap  # reads shapes, unknown in a symbolic trace
+@fx.wrap  # branches on shapes, unknown in a symbolic trace
 def modulate(
     h: Tensor, scale: Tensor | None, shift: Tensor | None, factor: Tensor | None = None
 ) -> Tensor:
@@ -105,7 +106,7 @@ def modulate(
 
 
 class NormActCall(NamedTuple):
-    """Arguments of the autograd function that are no tensors."""
+    """Arguments of the autograd function other than tensors."""
 
     kernels: Kernels
     eps: float
@@ -119,7 +120,7 @@ class NormActCall(NamedTuple):
     channels_last: bool  # memory format of the result
 
     def image(self, t: Tensor) -> Tensor:
-        """`t` as the kernels take it."""
+        """Converts `t` to `[N, C, H, W]` in the order that the kernels take."""
         return layout.as_planes(t) if self.planar else layout.as_image(t)
 
 
@@ -131,9 +132,9 @@ def runs_on_planes(
     scale_shift: ScaleShift,
     channels_last: bool,
 ) -> bool:
-    """Whether kernels read `x` in NCHW order: both `x` and the result are stored so.
+    """Whether kernels run in NCHW order: `x` and the result are in NCHW, and the kernels serve it.
 
-    Not for batch norm and ReLU alone, which give the same bits in either memory format.
+    Batch norm with ReLU alone always runs in NHWC, to give the same bits in either memory format.
     """
     if not kernels.serves_planes or channels_last or layout.is_channels_last(x):
         return False
@@ -142,10 +143,10 @@ def runs_on_planes(
 
 
 def inv_count_in(x: Tensor, groups: int | None, fixed: float | None) -> float:
-    """1 / samples per sum, unless fixed (see `inv_count_of` for why it is computed from `x`).
+    """1 / samples per sum, unless fixed; see `inv_count_of`.
 
-    Batch norm: the pixels of the batch. Group norms: the pixels of an image; `step_sums` has
-    averaged over the channels of a group.
+    Batch norm counts the pixels of the batch. Group norms count the pixels of an image, as
+    `step_sums` averages over the channels of a group.
     """
     if fixed is not None:
         return fixed
@@ -155,7 +156,7 @@ def inv_count_in(x: Tensor, groups: int | None, fixed: float | None) -> float:
 def parameter_gradients(
     sums: Tensor, weight: Tensor, bias: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias, `[C]` or `[N, C]` as these are."""
+    """The gradients of weight and bias, each `[C]` or `[N, C]` like its parameter."""
     found = []
     for total, parameter, is_needed in ((sums[1], weight, needed[0]), (sums[0], bias, needed[1])):
         if is_needed and total.dim() > parameter.dim():
@@ -167,8 +168,8 @@ def parameter_gradients(
 class NormActFunction(torch.autograd.Function):
     """y = act(norm(x)) for given statistics.
 
-    x is what `layout.dense` returned. The result has the dimensions and the memory format that the
-    program gets. `detach` makes it no view: `y.data = ` and changes in place need that.
+    x comes from `layout.dense`. The result has its final dimensions and memory format, and is
+    detached, since a view would not allow `y.data = ` and in-place changes.
     """
 
     @staticmethod
@@ -182,7 +183,7 @@ class NormActFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if dy is None:  # as behind a convolution in a double backward
+        if dy is None:  # in the double backward of a convolution
             return None, None, None, None, None, None
         x, weight, bias, mean, var = ctx.saved_tensors
         call = ctx.call
@@ -216,13 +217,13 @@ class NormActFunction(torch.autograd.Function):
 
 
 def zero_sums(x: Tensor, norm: Norm) -> Tensor:
-    """The sums of a unit's backward as zeros."""
+    """Zeros in the shape of `Gradients.sums`."""
     rows = x.shape[:1] if norm.has_rows else ()
     return norm.mean.new_zeros((2, *rows, x.shape[1]))
 
 
 def activated_dtype(norm: NormArguments, activation: Activation, x: Tensor) -> torch.dtype:
-    """The dtype of PyTorch's activation: autocast computes softplus in float32 on CUDA."""
+    """The dtype of PyTorch's activation; on CUDA, autocast computes softplus in float32."""
     is_widened = activation.name == "softplus" and x.is_cuda and is_autocast(x)
     return torch.float32 if is_widened else norm.result_dtype(x)
 
@@ -241,8 +242,8 @@ def norm_act_of(
         x: `[N, C, ...]`.
         norm: the arguments of the norm.
         activation: the activation.
-        scale_shift: a scale and a shift of each image.
-        prefix: of the names of the norm's weight and bias in messages.
+        scale_shift: a scale and a shift per image.
+        prefix: prefix of the names of the norm's weight and bias in messages.
         channels_last: memory format of the result; None: PyTorch's.
     """
     norm.check(x, prefix)
@@ -268,7 +269,7 @@ def normalise(
     """`norm_act_of` for checked arguments, without the update of running statistics.
 
     Returns:
-        The result, and what `norm.statistics` returned; no statistics for an empty batch.
+        The result, then the results of `norm.statistics`, which are None for an empty batch.
     """
     if x.numel() == 0 and norm.process_group is None:
         return _of_empty_batch(x, norm, activation, scale_shift), None, None
@@ -293,7 +294,7 @@ def _of_empty_batch(
     if isinstance(norm, BatchNorm):
         mean, var = (None, None) if norm.training else (norm.running_mean, norm.running_var)
         y = F.batch_norm(x, mean, var, weight, bias, norm.training, 0.0, norm.eps)
-    else:  # keeps the gradients of all arguments
+    else:  # so that all arguments get gradients
         y = x * weight.to(x.dtype).sum() + bias.to(x.dtype).sum()
     return activate(scale_shift.plain(y).to(x.dtype), activation)
 
@@ -304,7 +305,7 @@ def plain_norm_act(
     activation: Activation = RELU,
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
 ) -> Tensor:
-    """`norm_act_of` in PyTorch's own operators, which check the arguments."""
+    """`norm_act_of` in PyTorch's operators, which check the arguments."""
     h = norm.plain(x, norm.weight, norm.bias)
     return activate(scale_shift.plain(h), activation)
 
@@ -324,20 +325,20 @@ def group_norm_act(
 
     Equals `act(F.group_norm(x, num_groups, weight, bias, eps) * (1 + scale) + shift)`. With
     `num_groups` equal to the channels it is an instance norm, with 1 a layer norm of whole images.
-    Group norm: Wu and He, "Group Normalization" (arXiv 1803.08494). An image's result does not
-    depend on the others, bit for bit.
+    The result of an image does not depend on other images, bit for bit. Group norm: Wu and He,
+    "Group Normalization" (arXiv 1803.08494).
 
     Args:
         x: `[N, C, ...]` of 2 to 5 dimensions, float32, float64, bfloat16 or float16; any strides.
-        num_groups: groups of channels; each is normalised with its own statistics in each image.
+        num_groups: groups of channels; each has its own statistics in each image.
         weight: `[C]` in the dtype of `x` or float32, or None for ones.
         bias: `[C]` in the dtype of `x` or float32, or None for zeros.
         activation: `"relu"`, `"leaky_relu"`, `"identity"`, `"relu6"`, `"silu"`, `"gelu"`,
             `"gelu_tanh"`, `"elu"`, `"hardswish"`, `"mish"`, `"softplus"`, `"sigmoid"` or `"tanh"`;
             or a tuple of the name and its parameter: the slope of leaky_relu, alpha of elu, beta
             of softplus.
-        scale: `[N, C]`, or with ones behind, in the dtype of `x` or float32; None for zeros.
-        shift: likewise.
+        scale: `[N, C]` or `[N, C, 1, ...]` in the dtype of `x` or float32; None for zeros.
+        shift: as `scale`.
         eps: added to the variance.
 
     Returns:
@@ -347,7 +348,7 @@ def group_norm_act(
         TypeError: an argument is not a tensor, or has a dtype that is not served.
         ValueError: a shape or a device does not match `x`, `num_groups` does not divide the
             channels, the activation is unknown, or there is one value per group.
-        BackendError: the backend that was named cannot serve `x`.
+        BackendError: the selected backend cannot serve `x`.
     """
     norm, function = GroupNorm(num_groups, weight, bias, eps), activation_of(activation)
     scale_shift = scale_shift_of(scale, shift)
@@ -380,15 +381,15 @@ def batch_norm_act(
         x: `[N, C, ...]` of 2 to 5 dimensions, float32, float64, bfloat16 or float16; any strides.
         weight: `[C]` in the dtype of `x` or float32, or None for ones.
         bias: `[C]` in the dtype of `x` or float32, or None for zeros.
-        running_mean: `[C]`, updated in place once in training mode; needed in evaluation mode.
-        running_var: `[C]`, unbiased, likewise.
+        running_mean: `[C]`, updated in place in training mode; required in evaluation mode.
+        running_var: `[C]`, unbiased; as `running_mean`.
         activation: as in `pk.group_norm_act`.
-        scale: `[N, C]`, or with ones behind, in the dtype of `x` or float32; None for zeros.
-        shift: likewise.
+        scale: `[N, C]` or `[N, C, 1, ...]` in the dtype of `x` or float32; None for zeros.
+        shift: as `scale`.
         training: normalise with the statistics of the batch.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
-        process_group: a `torch.distributed` group over which the batch is spread, as in
+        process_group: the `torch.distributed` group that shares the statistics of the batch, as in
             `torch.nn.SyncBatchNorm`.
 
     Returns:
@@ -398,7 +399,7 @@ def batch_norm_act(
         TypeError: an argument is not a tensor, or has a dtype that is not served.
         ValueError: a shape or a device does not match `x`, the activation is unknown, or there is
             one value per channel in training mode.
-        BackendError: the backend that was named cannot serve `x`.
+        BackendError: the selected backend cannot serve `x`.
     """
     running = (running_mean, running_var)
     norm = BatchNorm(weight, bias, *running, training, momentum, eps, process_group)

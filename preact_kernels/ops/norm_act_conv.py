@@ -1,7 +1,6 @@
 """Norm, activation, convolution and residual add; saves only the input for backward.
 
-`pk.bn_relu_conv2d`, `pk.batch_norm_act_conv` and `pk.group_norm_act_conv` are cases of
-`norm_act_conv_of`.
+`pk.bn_relu_conv2d`, `pk.batch_norm_act_conv` and `pk.group_norm_act_conv` call `norm_act_conv_of`.
 """
 
 from collections.abc import Callable
@@ -46,11 +45,11 @@ from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
 from preact_kernels.ops.saved_tensors import save, saved
 from preact_kernels.ops.unit import ConvArguments, checked_unit, convolve, with_served_weight
 
-fx.wrap("convolve")  # reads the dimensions of the weight, unknown in a symbolic trace
+fx.wrap("convolve")  # branches on the dimensions of the weight, unknown in a symbolic trace
 
 
 class UnitCall(NamedTuple):
-    """Arguments of the autograd function that are no tensors."""
+    """Arguments of the autograd function other than tensors."""
 
     kernels: Kernels
     unit: Unit
@@ -59,25 +58,25 @@ class UnitCall(NamedTuple):
     fixed_inv_count: float | None  # see `inv_count_of`
     dims: int  # dimensions of the result
     channels_last: bool  # memory format of the result
-    keep_factor: float = 1.0  # multiplies the elements that dropout keeps
+    keep_factor: float = 1.0  # scale of the elements that dropout keeps
 
     def of_image(self, conv_weight: Tensor) -> Tensor:
-        """The weight as kernels take it. The program's is saved, as its data may be replaced."""
+        """The weight for kernels of images.
+
+        Autograd saves the original weight, as a program may replace its `data`.
+        """
         return conv_weight.unsqueeze(2) if self.dims == 3 else conv_weight
 
     def mask(self, bits: Tensor | None) -> Mask | None:
-        """What dropout keeps of the activation."""
         return None if bits is None else Mask(bits, self.keep_factor)
 
     def forward(self, inputs: Inputs, epilogue: Epilogue, bits: Tensor | None) -> Tensor:
-        """The unit's result."""
         run = pytorch_conv.run_forward
         return run(self.kernels, self.unit, inputs, epilogue, self.mask(bits)).y
 
     def backward(
         self, dy: Tensor, inputs: Inputs, wanted: Wanted, bits: Tensor | None
     ) -> Gradients:
-        """The unit's gradients."""
         run = pytorch_conv.run_backward
         return run(self.kernels, self.unit, Gradient(dy), inputs, wanted, self.mask(bits))
 
@@ -86,8 +85,7 @@ class NormActConvFunction(torch.autograd.Function):
     """y = conv(act(norm(x))) [+ conv_bias] [+ residual] for given statistics.
 
     Tensor arguments: x, weight, bias, conv_weight, conv_bias, residual, mean, var, bits of dropout.
-    x and residual are what `layout.dense` makes of sequences, images and volumes; the result is as
-    in `NormActFunction`.
+    x and residual come from `layout.dense`; the result is as in `NormActFunction`.
     """
 
     @staticmethod
@@ -104,7 +102,7 @@ class NormActConvFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if dy is None:  # as behind a convolution in a double backward
+        if dy is None:  # in the double backward of a convolution
             return None, None, None, None, None, None, None, None, None, None
         x, weight, bias, conv_weight, mean, var, bits = saved(ctx)
         x = layout.nhwc(x)  # hooks of saved tensors may return another memory format
@@ -116,7 +114,7 @@ class NormActConvFunction(torch.autograd.Function):
         norm = Norm(mean, var, weight, bias, call.eps, *unit.activation)
         if runs_plain_backward(dy):
             mask = call.mask(bits)
-            # No gradient depends on the values of the convolution's bias.
+            # The bias is not saved: no gradient depends on its values.
             zeros = None
             if needs_conv_bias:
                 zeros = conv_weight.new_zeros(conv_weight.shape[0], requires_grad=True)
@@ -184,10 +182,10 @@ def norm_act_conv_of(
         activation: the activation.
         conv: the arguments of the convolution.
         residual: shaped like the result, added to it.
-        scale_shift: a scale and a shift of each image.
+        scale_shift: a scale and a shift per image.
         dropout: probability of dropping an element of the activation.
-        prefix: of the names of the norm's weight and bias in messages.
-        mask: which elements of the activation dropout keeps, if that was drawn before.
+        prefix: prefix of the names of the norm's weight and bias in messages.
+        mask: mask of dropout; None: draw one.
         channels_last: memory format of the result; None: PyTorch's.
     """
     unit, dtype, is_channels_last = checked_unit(
@@ -216,7 +214,7 @@ def norm_act_conv_of(
     added_last = None
     if residual is not None and residual.dtype != dtype:
         y_dtype = torch.promote_types(dtype, residual.dtype)
-        if y_dtype == torch.float64 != dtype:  # no kernel has both
+        if y_dtype == torch.float64 != dtype:  # kernels do not mix float64 with other dtypes
             residual, added_last = None, residual
         else:
             residual, unit = residual.to(y_dtype), unit._replace(y_dtype=y_dtype)
@@ -245,7 +243,7 @@ def norm_act_conv_of(
     weights = (*parameters, conv_weight, conv_bias)
     y = NormActConvFunction.apply(call, x, *weights, residual, *statistics, bits)
     y = y if added_last is None else y + added_last
-    norm.update(kernels, x, statistics, fixed)  # last: where memory runs out, nothing is counted
+    norm.update(kernels, x, statistics, fixed)  # last: out of memory leaves the buffers unchanged
     return y
 
 
@@ -259,7 +257,7 @@ def plain_norm_act_conv(
     dropout: float = 0.0,
     convolution: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """`norm_act_conv_of` in PyTorch's own operators, which check the arguments."""
+    """`norm_act_conv_of` in PyTorch's operators, which check the arguments."""
     a = plain_norm_act(x, norm, activation, scale_shift)
     if dropout:
         a = F.dropout(a, dropout, True)
@@ -290,14 +288,13 @@ def group_norm_act_conv(
 ) -> Tensor:
     """Group norm, activation, dropout, convolution and residual add; saves only `x` for backward.
 
-    Equals `conv(F.dropout(a, dropout))`, `+ residual` where given, for
-    `a = act(F.group_norm(x, num_groups, weight, bias, eps) * (1 + scale) + shift)` and `conv` one
-    of `F.conv1d`, `F.conv2d` and `F.conv3d`, with the same random numbers. Dropout also keeps a bit
-    for each element.
+    Equals `conv(F.dropout(a, dropout)) [+ residual]` with the same random numbers, where
+    `a = act(F.group_norm(x, num_groups, weight, bias, eps) * (1 + scale) + shift)` and `conv` is
+    `F.conv1d`, `F.conv2d` or `F.conv3d`. Dropout also saves one bit per element.
 
     Args:
         x: `[N, C, ...]` of 3 to 5 dimensions, float32, float64, bfloat16 or float16; any strides.
-        num_groups: groups of channels; each is normalised with its own statistics in each image.
+        num_groups: groups of channels; each has its own statistics in each image.
         weight: `[C]` in the dtype of `x` or float32, or None for ones.
         bias: `[C]` in the dtype of `x` or float32, or None for zeros.
         conv_weight: `[K, C / groups, R]`, `[K, C / groups, R, S]` or `[K, C / groups, Q, R, S]`
@@ -309,8 +306,8 @@ def group_norm_act_conv(
         dilation: dilation of the convolution, pixels.
         groups: number of groups of the convolution.
         activation: as in `pk.group_norm_act`.
-        scale: `[N, C]`, or with ones behind, in the dtype of `x` or float32; None for zeros.
-        shift: likewise.
+        scale: `[N, C]` or `[N, C, 1, ...]` in the dtype of `x` or float32; None for zeros.
+        shift: as `scale`.
         dropout: probability of dropping an element of the activation.
         residual: shaped like the result, added to it.
         eps: added to the variance.
@@ -323,7 +320,7 @@ def group_norm_act_conv(
         ValueError: a shape or a device does not match `x`, `num_groups` does not divide the
             channels, the activation is unknown, `dropout` is outside of [0, 1], or there is one
             value per group.
-        BackendError: the backend that was named cannot serve `x`.
+        BackendError: the selected backend cannot serve `x`.
     """
     norm, function = GroupNorm(num_groups, weight, bias, eps), activation_of(activation)
     check_dropout(dropout)
@@ -359,32 +356,32 @@ def batch_norm_act_conv(
 ) -> Tensor:
     """Batch norm, activation, dropout, convolution and residual add; saves only `x` for backward.
 
-    Equals `conv(F.dropout(a, dropout, training))`, `+ residual` where given, for
+    Equals `conv(F.dropout(a, dropout, training)) [+ residual]` with the same random numbers, where
     `a = act(F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps) *
-    (1 + scale) + shift)` and `conv` one of `F.conv1d`, `F.conv2d` and `F.conv3d`, with the same
-    random numbers. Dropout also keeps a bit for each element.
+    (1 + scale) + shift)` and `conv` is `F.conv1d`, `F.conv2d` or `F.conv3d`. Dropout also saves one
+    bit per element.
 
     Args:
         x: `[N, C, ...]` of 3 to 5 dimensions, float32, float64, bfloat16 or float16; any strides.
         weight: `[C]` in the dtype of `x` or float32, or None for ones.
         bias: `[C]` in the dtype of `x` or float32, or None for zeros.
-        running_mean: `[C]`, updated in place once in training mode; needed in evaluation mode.
-        running_var: `[C]`, unbiased, likewise.
-        conv_weight: as in `pk.group_norm_act_conv`, and so are the following.
+        running_mean: `[C]`, updated in place in training mode; required in evaluation mode.
+        running_var: `[C]`, unbiased; as `running_mean`.
+        conv_weight: as in `pk.group_norm_act_conv`.
         conv_bias: `[K]` or None.
         stride: stride of the convolution, pixels.
         padding: zeros on each side, pixels, added after the activation; or `"same"`, `"valid"`.
         dilation: dilation of the convolution, pixels.
         groups: number of groups of the convolution.
         activation: as in `pk.group_norm_act`.
-        scale: `[N, C]`, or with ones behind, in the dtype of `x` or float32; None for zeros.
-        shift: likewise.
+        scale: `[N, C]` or `[N, C, 1, ...]` in the dtype of `x` or float32; None for zeros.
+        shift: as `scale`.
         dropout: probability of dropping an element of the activation, in training mode.
         residual: shaped like the result, added to it.
-        training: normalise with the statistics of the batch, and drop.
+        training: normalise with the statistics of the batch, and apply dropout.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
-        process_group: a `torch.distributed` group over which the batch is spread, as in
+        process_group: the `torch.distributed` group that shares the statistics of the batch, as in
             `torch.nn.SyncBatchNorm`.
 
     Returns:
@@ -394,7 +391,7 @@ def batch_norm_act_conv(
         TypeError: an argument is not a tensor, or has a dtype that is not served.
         ValueError: a shape or a device does not match `x`, the activation is unknown, `dropout` is
             outside of [0, 1], or there is one value per channel in training mode.
-        BackendError: the backend that was named cannot serve `x`.
+        BackendError: the selected backend cannot serve `x`.
     """
     running = (running_mean, running_var)
     norm = BatchNorm(weight, bias, *running, training, momentum, eps, process_group)

@@ -1,6 +1,6 @@
-"""Checks of the arguments of the registered ops, which compiled programs call.
+"""Argument checks of the registered ops, which compiled programs call.
 
-The arguments of public functions are checked there. What has passed is remembered, as there.
+Public functions check their own arguments. Both remember arguments that passed (`checks.Passed`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ _passed = checks.Passed()
 
 
 def check_arguments(op: str, names: Sequence[str], arguments: Sequence[Any]) -> None:
-    """Raises the errors that `checks` describes for a registered op.
+    """Checks the arguments of a registered op.
 
     Args:
-        op: its name.
-        names: of its parameters.
-        arguments: one for each.
+        op: name of the op.
+        names: names of its parameters.
+        arguments: one for each parameter.
     """
     given = dict(zip(names, arguments, strict=True))
     if op == "running_stats_update":
@@ -74,7 +74,10 @@ def _check(op: str, given: Mapping[str, Any]) -> None:
 
 
 def _check_running(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
-    """Checks what no key has, such as `requires_grad`, before any is written."""
+    """Checks running statistics before any is written.
+
+    The result is not remembered, since keys of `Passed` do not contain `requires_grad`.
+    """
     if len(batch) != len(running):
         raise ValueError(f"batch: expected {len(running)} tensors, got {len(batch)}")
     for index, (r, b) in enumerate(zip(running, batch, strict=True)):
@@ -131,7 +134,7 @@ def _check_gradient(given: Mapping[str, Any], needs_step: bool) -> None:
 
 
 def _check_conv(given: Mapping[str, Any]) -> None:
-    """Checks the weight and the geometry of a convolution, and what has the shape of its result."""
+    """Checks weight and geometry of a convolution, and tensors with the shape of its result."""
     x, weight = given["x"], given["conv_weight"]
     checks.check_like("conv_weight", weight, "x", x)
     checks.check_conv_weight(weight, given["groups"], x.shape[1])
@@ -139,7 +142,7 @@ def _check_conv(given: Mapping[str, Any]) -> None:
         raise TypeError(f"dtype: expected a floating point dtype, got {given['dtype']}")
     numbers = (given[name] for name in ("stride", "padding", "dilation", "groups"))
     conv = checks.geometry(weight.shape[2:], *numbers)
-    assert isinstance(conv, Conv)  # no padding has a name here
+    assert isinstance(conv, Conv)  # None only for named padding
     checks.check_image_size(x.shape, weight.shape[2:], conv)
     shape = tuple(conv.output_shape(x.shape, weight.shape))
     if "g" in given:

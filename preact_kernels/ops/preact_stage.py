@@ -1,7 +1,7 @@
-"""Pre-activation blocks in a row as one autograd node.
+"""Consecutive pre-activation blocks as one autograd node.
 
-The only place that knows what each memory mode (`memory_mode.py`) saves and what runs again.
-`blocks.py` runs the blocks and rebuilds their inputs.
+Saves tensors and runs blocks again as the memory mode says (`memory_mode.py`). `blocks.py` runs
+the blocks and rebuilds their inputs.
 """
 
 import math
@@ -40,29 +40,29 @@ from preact_kernels.ops.unit import with_served_weight
 
 
 class StageCall(NamedTuple):
-    """Arguments of `PreActStageFunction` that are no tensors."""
+    """Arguments of `PreActStageFunction` other than tensors."""
 
     kernels: Kernels
     blocks: Sequence[Block]
-    eps: Sequence[float]  # one for every unit
+    eps: Sequence[float]  # one for each unit
     memory: MemoryMode
-    first: int = 0  # block: those before it want no gradient, and save nothing
-    skipped: int = 0  # number of its first units that want no gradient
+    first: int = 0  # first block with a gradient; earlier blocks save nothing
+    skipped: int = 0  # number of its first units without a gradient
 
 
-# From a call, its input and its other tensors to a tensor like the output.
+# Maps a call, its input and its other tensors to a tensor like the output.
 Recorder = Callable[[StageCall, Tensor, Sequence[Tensor]], Tensor]
 
 
 class PreActStageFunction(torch.autograd.Function):
-    """Blocks in a row, on given tensors.
+    """Consecutive blocks.
 
     Tensor arguments: `x`, `[N, C, H, W]` dense NHWC in the dtype of the residual stream, then
     `flat_values`. Batch-norm parameters are in the statistics dtype.
 
-    Returns `y`, then the mean and then the unbiased variance of each unit that normalised with its
-    batch. Saves the statistics and the inputs that the memory mode names, and `y` where the last
-    block's input is rebuilt from it. What runs again in the backward uses the same statistics.
+    Returns `y`, then the mean of each unit with batch statistics, then their unbiased variances.
+    Saves the statistics, the inputs that the memory mode selects, and `y` if the last block's input
+    is rebuilt from it. Blocks that run again in the backward use the same statistics.
     """
 
     @staticmethod
@@ -77,7 +77,7 @@ class PreActStageFunction(torch.autograd.Function):
             h, h_statistics = stage.forward(span, h, h_statistics)
         checkpoints = memory.name == "checkpoint"
         ctx.skipped, segments, saves_y = memory.kept_inputs(blocks, first, skipped, x.dtype)
-        ctx.segments = []  # the spans of each
+        ctx.segments = []  # spans of each segment
         for begin, keeps in segments:
             spans = stage.spans(begin, runnable, keeps, True)
             ctx.segments.append(spans)
@@ -104,7 +104,7 @@ class PreActStageFunction(torch.autograd.Function):
     def backward(ctx, dy, *_):
         if not has_autocast(ctx.device_type):
             return PreActStageFunction._backward(ctx, dy)
-        with torch.autocast(ctx.device_type, enabled=False):  # for what runs again
+        with torch.autocast(ctx.device_type, enabled=False):  # for blocks that run again
             return PreActStageFunction._backward(ctx, dy)
 
     @staticmethod
@@ -166,13 +166,13 @@ def preact_stage(
     """Runs blocks on `x`, and updates their running statistics once.
 
     Args:
-        blocks: at least one.
-        x: `[N, C, H, W]`, any strides, in the dtype of the residual stream; not empty, unless the
+        blocks: at least one block.
+        x: `[N, C, H, W]`, any strides, in the dtype of the residual stream; not empty unless the
             batch norms have a process group.
         dtype: dtype of the products.
-        memory: what is saved for backward.
+        memory: the memory mode.
         repeats_norms: whether a batch norm is used more than once.
-        record: called in place of the blocks, on shapes; no running statistics are updated.
+        record: called instead of the blocks; running statistics are not updated.
 
     Returns:
         The output of the last block, in the dtype of the residual stream.
@@ -181,7 +181,7 @@ def preact_stage(
     checked: list[Block] = []
     values = StageValues([], [], [])
     eps: list[float] = []
-    norms: list[BatchNorm] = []  # the batch norms that use their batch
+    norms: list[BatchNorm] = []  # in training mode
     context = StageContext(x.device, x.dtype, dtype, is_autocast(x))
     shape: Sequence[int] = x.shape
     x_dtype = x.dtype
@@ -203,7 +203,7 @@ def preact_stage(
             else:
                 values.running.extend((bn.running_mean, bn.running_var))
         values.projections.append(None if block.projection is None else weights[-1])
-        # One object for equal blocks in a row: the garbage collector has fewer to visit.
+        # Equal consecutive blocks share an object, so that the garbage collector visits fewer.
         checked.append(checked[-1] if checked and checked[-1] == block else block)
         shape, x_dtype = shapes[-1], block.units[-1].y_dtype
 
@@ -215,9 +215,9 @@ def preact_stage(
         return layout.restored(record(call, x, tensors), channels_last)
     y, *batch = PreActStageFunction.apply(call, x, *tensors)
     y = y if channels_last else y.contiguous()
-    # Last: where memory runs out, nothing is counted.
+    # Last, so that out of memory leaves the buffers unchanged.
     means, variances = batch[: len(norms)], batch[len(norms) :]
-    if repeats_norms:  # in order
+    if repeats_norms:  # one by one, in order
         for bn, mean, var in zip(norms, means, variances, strict=True):
             update_running_statistics(kernels, [bn], [mean], [var])
     else:
@@ -228,7 +228,7 @@ def preact_stage(
 def _with_served_weights(
     kernels: Kernels, block: Block, weights: list[Tensor], shapes: Sequence[Sequence[int]]
 ) -> tuple[Block, list[Tensor]]:
-    """A block and its weights, each in a dtype that the kernels take."""
+    """`with_served_weight` for the units and the projection of a block."""
     units, projection, is_residual = block
     rounded = list(units)
     for index, unit in enumerate(units):

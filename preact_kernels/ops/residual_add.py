@@ -21,21 +21,19 @@ class ResidualAddFunction(torch.autograd.Function):
 
 
 def residual_add(x: Tensor, branch: Tensor) -> Tensor:
-    """Adds a residual branch to its shortcut.
-
-    Equals `x + branch`.
+    """Adds a residual branch to its shortcut: `x + branch`.
 
     Args:
         x: `[N, C, H, W]`, float32, float64, bfloat16 or float16; any strides.
         branch: `[N, C, H, W]`.
 
     Returns:
-        `[N, C, H, W]` in the memory format of `x`, in the dtype that `x + branch` has.
+        `[N, C, H, W]` in the memory format of `x` and the dtype of `x + branch`.
 
     Raises:
         TypeError: an argument is not a tensor, or has a dtype that is not served.
         ValueError: shapes or devices differ.
-        BackendError: the backend that was named cannot serve `x`.
+        BackendError: the selected backend cannot serve `x`.
     """
     if runs_plain(x, branch):
         return x + branch

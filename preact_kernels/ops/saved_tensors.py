@@ -1,6 +1,6 @@
-"""Saves tensors for a backward, some of which may be None.
+"""Saves tensors for backward, some of which may be None.
 
-`ctx.saved_tensors` then has tensors alone, which code that draws or counts the graph expects.
+`ctx.saved_tensors` gets only tensors, as tools that draw or measure the graph expect.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
 
 
 def saved(ctx: Any) -> list[Any]:
-    """Returns what `save` was given, in the backward."""
+    """Returns the tensors given to `save`, in the backward."""
     tensors = ctx.saved_tensors
     found: list[Any] = []
     count = 0

@@ -1,12 +1,12 @@
 """The registered ops `preact_kernels::*`: schemas, fakes, conversion to and from flat arguments.
 
-`torch.compile`, `torch.export` and fake tensors see these ops. In eager mode a backend's functions
-are called directly, which saves the dispatcher's time (`dispatch.py` chooses). Autograd is above,
-in `torch.autograd.Function`s, so no op here has a gradient.
+`torch.compile`, `torch.export` and fake tensors see these ops. In eager mode, functions of a
+backend are called directly, without the dispatcher's overhead. The ops have no gradients: autograd
+is in the `torch.autograd.Function`s that call them.
 
-A schema takes tensors and numbers, not named tuples: `RegisteredKernels` flattens the arguments of
-`Kernels`, and `call_with_flat_arguments` restores them for the backend or for the fakes. One over
-a count is a `Scalar`: for a `float`, Dynamo compiles again for each batch size.
+Schemas take tensors and numbers, not named tuples: `RegisteredKernels` flattens the arguments of
+`Kernels`, and `call_with_flat_arguments` restores them for a backend or the fakes. `inv_count` is a
+`Scalar`: with a `float`, Dynamo would recompile for each batch size.
 """
 
 import re
@@ -69,7 +69,7 @@ SCHEMAS = {
         "(Tensor x, Tensor branch, bool with_stats) -> (Tensor, Tensor, Tensor)"
     ),
 }
-# Ops that a backend with `checks_arguments` calls with the arguments as they are.
+# Ops that a backend with `checks_arguments` checks itself.
 CHECKED_BY_LIBRARIES = {
     name for name in SCHEMAS if "conv" not in name and name != "running_stats_update"
 }
@@ -94,7 +94,7 @@ def _unit(conv: Sequence, inputs: Inputs, y_dtype: torch.dtype, dtype: torch.dty
 
 
 def _present(like: Tensor, *results: Tensor | None) -> tuple[Tensor, ...]:
-    """An empty tensor in place of each None: a schema has no optional results."""
+    """Replaces None by an empty tensor, as a schema has no optional results."""
     return tuple(like.new_empty(0) if r is None else r for r in results)
 
 
@@ -128,18 +128,18 @@ def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
         y_dtype = (dy.g if dy.step is None else dy.step.x).dtype
         unit = _unit(rest[8:12], inputs, y_dtype, dtype)
         g, *others = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
-        # In float32 where PyTorch's convolution computed it for a float32 stream.
+        # With a float32 stream, `pytorch_conv` returns a float32 g.
         return _present(x, g if g is None else g.to(dtype), *others)
     if name == "residual_add_forward":
         return _flat_output(kernels.residual_add_forward(*arguments))
-    return getattr(kernels, name)(*arguments)  # all of them are flat
+    return getattr(kernels, name)(*arguments)
 
 
 class RegisteredKernels(FlatOps):
-    """The registered ops, for tracing; see `Kernels`.
+    """`Kernels` that call the registered ops, for tracing.
 
     Args:
-        serves: what the backend answers that will run the ops.
+        serves: `Kernels.serves` of the backend that will run the ops.
     """
 
     def __init__(self, serves: Callable[[Unit, int | None], bool]) -> None:
@@ -190,7 +190,7 @@ def _output(y: Tensor, with_stats: bool) -> Output:
 
 
 class FakeKernels(Kernels):
-    """`Kernels` that compute the shapes, strides and dtypes of results alone."""
+    """`Kernels` that compute only shapes, strides and dtypes of results."""
 
     def serves(self, unit: Unit, pixels: int | None = None) -> bool:
         return False
@@ -246,17 +246,17 @@ class FakeKernels(Kernels):
 
 
 def register(choose_kernels) -> None:
-    """Registers every op.
+    """Registers all ops.
 
     Args:
-        choose_kernels: from a tensor argument to the `Kernels` that compute the op.
+        choose_kernels: maps a tensor argument to the `Kernels` that compute the op.
     """
     fakes = FakeKernels()
     for name, schema in SCHEMAS.items():
         parameters = re.findall(r"(\w+)(?=, |\) ->)", schema.partition(" ->")[0] + " ->")
 
         def compute(*arguments, name=name, parameters=parameters):
-            first = arguments[0]  # running statistics come in lists
+            first = arguments[0]  # a list of running statistics, or a tensor
             like = next(iter(first), None) if isinstance(first, list) else first
             checks.check_tensor(parameters[0], like)
             kernels = choose_kernels(like)

@@ -1,4 +1,4 @@
-"""The arguments of a unit, and the `Unit` that they make once they are checked."""
+"""The arguments of a unit, their checks, and conversion to a `Unit`."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, NormArguments, ScaleShif
 
 
 class ConvArguments(NamedTuple):
-    """The arguments of one convolution, as `F.conv1d`, `F.conv2d` and `F.conv3d` take them."""
+    """The arguments of a convolution, as for `F.conv1d`, `F.conv2d` and `F.conv3d`."""
 
     weight: Tensor
     bias: Tensor | None
@@ -24,7 +24,7 @@ class ConvArguments(NamedTuple):
     groups: int
 
     def of_image(self) -> "ConvArguments":
-        """The convolution of sequences `[N, C, L]` as one of images `[N, C, 1, L]`."""
+        """Converts a convolution of sequences `[N, C, L]` to one of images `[N, C, 1, L]`."""
         stride, padding, dilation = (
             _padded(v, n) for v, n in zip(self[2:5], (1, 0, 1), strict=True)
         )
@@ -39,7 +39,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> T
 
 
 def _padded(value: Any, first: int) -> Any:
-    """The value of a second axis in front of that of the axis of sequences."""
+    """Prepends the value of the height to the value of the axis of sequences."""
     if isinstance(value, str):
         return value
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -49,7 +49,7 @@ def _padded(value: Any, first: int) -> Any:
 class CheckedUnit(NamedTuple):
     """A unit, the dtype of its products, and the memory format of its result."""
 
-    unit: Unit | None  # None for padding "same" that differs between the two sides of an axis
+    unit: Unit | None  # None if `checks.geometry` returns None
     dtype: torch.dtype
     channels_last: bool
 
@@ -66,17 +66,7 @@ def checked_unit(
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
     prefix: str = "",
 ) -> CheckedUnit:
-    """Checks the arguments of a unit, and raises the errors that the functions document.
-
-    Args:
-        x: `[N, C, ...]`.
-        norm: the arguments of the norm.
-        activation: the activation.
-        conv: the arguments of the convolution.
-        residual: added to the result.
-        scale_shift: a scale and a shift of each image.
-        prefix: of the names of the norm's weight and bias in messages.
-    """
+    """Checks the arguments of `norm_act_conv_of`; raises what the public functions document."""
     arguments = x, norm, activation, conv, residual, scale_shift, prefix
     key = found = None
     if not torch.compiler.is_compiling():
@@ -84,7 +74,7 @@ def checked_unit(
             values = x, residual, *norm, *activation, *conv, *scale_shift, prefix
             key = (type(norm), *checks.described(values), is_autocast(x) and compute_dtype(x))
             found = _passed.get(key)
-        except (AttributeError, TypeError, RuntimeError):  # x is no tensor; symbolic sizes
+        except (AttributeError, TypeError, RuntimeError):  # not a tensor, or symbolic sizes
             key = None
     if key is None:
         return _check(*arguments)
@@ -118,9 +108,10 @@ def _check(x, norm, activation, conv, residual, scale_shift, prefix) -> CheckedU
 def with_served_weight(
     kernels: Kernels, unit: Unit, conv_weight: Tensor, pixels: int
 ) -> tuple[Unit, Tensor]:
-    """The unit and its weight, which is rounded unless the kernels serve the unit without that.
+    """Casts the weight to the dtype of the products, unless the kernels serve the unit without.
 
-    Autograd records the rounding. A compiler merges it with other operations.
+    Autograd records the cast. Compilers fuse it with other operations, so it is always explicit
+    under `torch.compile`.
     """
     if unit.weight_dtype == unit.dtype or (
         len(unit.weight_shape) == 4

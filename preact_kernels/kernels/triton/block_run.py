@@ -111,7 +111,7 @@ def _backward(
     rebuilt = [block for block, kept in enumerate(inputs[::count]) if kept is None]
     negated: dict[int, Tensor] = {}
     if rebuilt:
-        # x = y - F(x): negating the weight of the last unit negates F(x).
+        # x = y - F(z), where F is the last unit: negating its weight negates F(z).
         weights = torch_compat.foreach_neg([units[-1].packed[block] for block in rebuilt])
         negated = dict(zip(rebuilt, weights, strict=True))
     norms = run_norms(run, cast(Sequence[Statistics], run.statistics))
