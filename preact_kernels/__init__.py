@@ -1,6 +1,6 @@
 """Fused norm, activation and convolution, equal to plain PyTorch."""
 
-from preact_kernels import torch_compat as torch_compat  # first: it refuses an older torch
+from preact_kernels import torch_compat as torch_compat  # first: it refuses older torch
 from preact_kernels.conversion.convert import conversion_report, convert, fuse, revert
 from preact_kernels.conversion.report import ConversionReport
 from preact_kernels.graphs import graphed_step

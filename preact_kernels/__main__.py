@@ -31,11 +31,11 @@ UNITS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "3x3, 512 channels": ((512, 512, 3, 3), {"padding": 1}),
     "3x3, 64 channels, 4 groups": ((64, 16, 3, 3), {"padding": 1, "groups": 4}),
 }
-"""Convolutions behind a batch norm and a ReLU: the shape of the weight, and other arguments."""
+"""Common BN-ReLU-Conv units: shape of the weight, and other arguments of `backend_for`."""
 
 
 def heading() -> list[str]:
-    """Lines that say what runs, from where, and on what."""
+    """Versions, the folder of the package, and devices."""
     package = Path(__file__).resolve().parent
     lines = [versions(), f"package: {package}", *devices()]
     elsewhere = [path for path in sys.path if Path(path).resolve() != package.parent]
@@ -46,7 +46,7 @@ def heading() -> list[str]:
 
 
 def versions() -> str:
-    """Versions of the package and of what it runs on."""
+    """Versions of the package, Python, torch, Triton and CUDA."""
     try:
         triton = f"Triton {importlib.metadata.version('triton')}"
     except importlib.metadata.PackageNotFoundError:
@@ -87,7 +87,7 @@ def served_units(device: torch.device) -> list[str]:
 def _served(weight: torch.Tensor, **arguments: Any) -> str:
     try:
         return dispatch.backend_for(weight, **arguments)
-    except dispatch.BackendError:  # of a backend that PREACT_KERNELS_BACKEND names
+    except dispatch.BackendError:  # PREACT_KERNELS_BACKEND names a backend
         return f"{dispatch.current()}: not served"
 
 
@@ -102,13 +102,13 @@ def report() -> None:
         print(f"{backend.name:9} {state}")
     for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of missing libraries, as in the list above
+            warnings.simplefilter("ignore")  # missing libraries are listed above
             print("", *served_units(torch.device(kind)), sep="\n")
     print(f"\n`{dispatch.CHECK}` compares the kernels with float64 on this machine.")
 
 
 def check(backends: Sequence[dispatch.Backend], dtypes: Sequence[str]) -> int:
-    """Checks backends in the dtypes named, or in all. Returns 1 if a result is wrong, else 0."""
+    """Checks backends in the given dtypes, or in all. Returns 1 if a result is wrong, else 0."""
     begin_s = time.monotonic()
     print(*heading(), "", sep="\n")
     print(

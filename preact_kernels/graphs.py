@@ -1,4 +1,4 @@
-"""A training step as one call; on a GPU, as one CUDA graph."""
+"""Training steps as one call, and on a GPU as one CUDA graph."""
 
 import contextlib
 import warnings
@@ -10,13 +10,13 @@ from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RMSprop
 
 from preact_kernels.torch_compat import end_allocation_to_pool
 
-# Optimizers with an initial state of zeros (SGD: without dampening).
+# Optimizers with an initial state of zeros (SGD only without dampening).
 _BEGIN_WITH_ZEROS = (SGD, Adam, AdamW, RMSprop, Adadelta, Adamax)
 _WARM_UP_STEPS = 3
 
 
 class _Step:
-    """Forward, loss, backward and optimizer step; not captured."""
+    """Forward, loss, backward and optimizer step, without a graph."""
 
     def __init__(self, model, loss_fn, optimizer, example_input, example_target, scaler) -> None:
         self.model, self.loss_fn, self.optimizer, self.scaler = model, loss_fn, optimizer, scaler
@@ -39,7 +39,7 @@ class _Step:
             self.scaler.update()
 
     def check(self, **tensors: Tensor) -> None:
-        """Checks that tensors are like the examples."""
+        """Checks shapes and dtypes against the examples."""
         for name, t in tensors.items():
             example = self.examples[name]
             if not isinstance(t, Tensor):
@@ -59,7 +59,7 @@ class _Step:
 
 
 class _CapturedStep(_Step):
-    """The same step, captured in a CUDA graph and replayed."""
+    """A step that is captured in a CUDA graph and replayed."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -89,7 +89,7 @@ class _CapturedStep(_Step):
     def _whole(self) -> Tensor:
         without_cache: contextlib.AbstractContextManager = contextlib.nullcontext()
         if torch.is_autocast_enabled("cuda"):
-            # A cached cast of a weight would be a tensor from outside the graph.
+            # A weight cast before the capture must not be read from autocast's cache.
             dtype = torch.get_autocast_dtype("cuda")
             without_cache = torch.autocast("cuda", dtype, cache_enabled=False)
         with without_cache:
@@ -109,11 +109,11 @@ class _CapturedStep(_Step):
                     self.optimizer.zero_grad(set_to_none=True)
                     self._whole()
                 self.optimizer.zero_grad(set_to_none=True)
-                # nn.SyncBatchNorm synchronises only outside of captures.
+                # nn.SyncBatchNorm synchronises, but not in a capture.
                 if not any(isinstance(m, nn.SyncBatchNorm) for m in self.model.modules()):
                     with _capture_errors(), _no_synchronization():
                         self._whole()
-                self.optimizer.zero_grad(set_to_none=True)  # the graph allocates its own
+                self.optimizer.zero_grad(set_to_none=True)  # the graph allocates gradients
         finally:
             torch.cuda.current_stream(device).wait_stream(side)
 
@@ -169,7 +169,7 @@ def _capture_errors() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # The last error of a broken capture says only that the capture cannot end.
+        # The last error of a broken capture only says that the capture cannot end.
         first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
         raise ValueError(
             "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
@@ -180,7 +180,7 @@ def _capture_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_synchronization() -> Iterator[None]:
-    """Makes synchronisation a `RuntimeError`, in every thread."""
+    """Makes synchronisation raise a `RuntimeError`, in all threads."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -238,7 +238,7 @@ class _State:
 
 
 def _constants(group: dict) -> dict:
-    """Options of a parameter group that are constants of the graph."""
+    """Options of a parameter group that become constants of the graph."""
     return {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
 
 
@@ -295,13 +295,13 @@ def graphed_step(
 
     Args:
         model: a model on one device, in the mode (training or evaluation) of the step.
-        loss_fn: takes the model's output and the target; returns one element.
+        loss_fn: maps the model's output and the target to a tensor of one element.
         optimizer: an optimizer of the model's parameters. On a GPU it needs `capturable=True` if it
             has that option; SGD with a tensor lr needs `fused=True`.
         example_input: a batch with the shape and dtype of all batches.
         example_target: target of the example.
         scaler: scales the loss. It decides on the host whether to step, so the optimizer runs
-            after the graph.
+            outside the graph.
 
     Returns:
         The step.

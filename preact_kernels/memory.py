@@ -9,7 +9,7 @@ from preact_kernels.torch_compat import storage_id
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
     """Returns the bytes that one forward of `model` saves for backward.
 
-    Counts the tensors that autograd saves: each storage once, and for views only their bytes.
+    Counts the tensors that autograd saves: each storage once, and only the bytes that views use.
     Parameters and buffers of the model do not count. Runs one forward in the model's current mode,
     then restores buffers (running statistics) and random state.
 
@@ -29,7 +29,7 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
 
 
 def check_model_and_input(model: object, x: object) -> None:
-    """Raises unless given a module and a tensor."""
+    """Checks for a module and a tensor."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(x, Tensor):
@@ -41,10 +41,10 @@ def saved_storages(
 ) -> tuple[dict[int, tuple[int, torch.UntypedStorage]], Tensor]:
     """Returns (bytes, storage) by storage id, as `saved_bytes` counts, and the model's output.
 
-    The result holds the storages, so that no id is used twice.
+    Keeping the storages alive keeps their ids unique.
     """
     state = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
-    saved: dict[int, tuple[torch.UntypedStorage, dict[tuple, int]]] = {}  # storage, view -> bytes
+    saved: dict[int, tuple[torch.UntypedStorage, dict[tuple, int]]] = {}  # storage, bytes by view
 
     def pack(t: Tensor) -> Tensor:
         key = storage_id(t)

@@ -1,4 +1,4 @@
-"""The cheapest memory mode of every stage that fits a budget."""
+"""Chooses the fastest memory modes of all stages that fit a budget."""
 
 import copy
 import dataclasses
@@ -34,8 +34,8 @@ class StageOption:
 
     Attributes:
         memory: the mode.
-        saved_bytes: what the stage adds to what the rest of the model keeps.
-        extra_bytes: moved in a step beyond what mode "store" moves.
+        saved_bytes: bytes that the stage saves, in addition to the rest of the model.
+        extra_bytes: bytes moved in a step, in addition to mode "store".
     """
 
     memory: str
@@ -45,14 +45,14 @@ class StageOption:
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """One stage: where it is, its modes, and the mode that was chosen.
+    """A stage, its memory modes, and the chosen mode.
 
     Attributes:
-        name: name of the stage, as in `model.named_modules()`; in a converted model, of its first
+        name: name of the stage in `model.named_modules()`; in a converted model, name of its first
             batch norm.
         blocks: number of blocks.
-        options: the memory modes that it may have.
-        chosen: the one of the plan.
+        options: the possible memory modes.
+        chosen: the chosen mode.
         is_converted: whether the stage is in a converted model.
     """
 
@@ -65,13 +65,13 @@ class StagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """The choice of `plan_memory`; prints as a table of stages and modes in MiB.
+    """The result of `plan_memory`; prints as a table of stages and modes in MiB.
 
     Attributes:
-        budget: bytes that a forward may keep for the backward.
-        predicted_bytes: what it will keep, as `pk.saved_bytes` counts.
-        other_bytes: of these, what is outside the stages.
-        extra_bytes: moved in a step beyond what mode "store" moves.
+        budget: bytes that a forward may save for backward.
+        predicted_bytes: bytes that it will save, as `pk.saved_bytes` counts.
+        other_bytes: bytes saved outside the stages, included in `predicted_bytes`.
+        extra_bytes: bytes moved in a step, in addition to mode "store".
         stages: the stages, in order.
     """
 
@@ -85,13 +85,13 @@ class MemoryPlan:
         """Sets the memory modes of the stages.
 
         Args:
-            model: the model that was planned for, or one with the same stages.
+            model: the model given to `plan_memory`, or one with the same stages.
 
         Returns:
             `model`.
 
         Raises:
-            ValueError: `model` has other stages than the one that was planned for.
+            ValueError: the stages of `model` differ from the plan.
         """
         found = {n: len(m) for n, m in model.named_modules() if isinstance(m, PreActStage)}
         expected = {p.name: p.blocks for p in self.stages if not p.is_converted}
@@ -133,28 +133,28 @@ class MemoryPlan:
 def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     """Chooses the memory mode of each stage: the fastest combination that fits in `budget` bytes.
 
-    Runs a copy of the model on shapes alone, in its present mode (training or evaluation, with or
-    without autocast), and counts saved bytes as `pk.saved_bytes` does. Nothing is computed, and
-    `model` does not change. Modes have their default numbers of segments and anchors. Stages are
-    `PreActStage`s, and the residual blocks in a row of a converted model (`pk.convert`). Blocks of
-    a stage that do not run fused, such as those with hooks, count as outside it.
+    Runs a copy of the model with fake tensors, in its current mode (training or evaluation, with or
+    without autocast), and counts saved bytes as `pk.saved_bytes` does. `model` does not change.
+    Modes have their default numbers of segments and anchors. Stages are `PreActStage`s, and runs
+    of residual blocks of a converted model (`pk.convert`). Blocks of a stage that do not run
+    fused, such as blocks with hooks, count as outside the stage.
 
     The cost of a mode is the memory traffic that it adds to `"store"`: `"rebuild"` reads y and z
-    and writes x for each block whose input it rebuilds; `"checkpoint"` also runs the forward
-    again. All combinations of modes are compared.
+    and writes x for each block input that it rebuilds; `"checkpoint"` also runs the forward again.
+    All combinations of modes are compared.
 
     Args:
-        model: has at least one stage.
-        x: an input like those to come, on any device, the meta device too.
-        budget: bytes that one forward may keep for the backward, parameters left out.
+        model: a model with at least one stage.
+        x: an example input on any device, including the meta device.
+        budget: bytes that one forward may save for backward, without parameters.
 
     Returns:
-        The plan; `plan.apply(model)` sets it, `print(plan)` shows it.
+        The plan; `plan.apply(model)` sets the modes, `print(plan)` shows them.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the model has no stage and, converted, runs no residual blocks in a row; or no
-            combination fits, and the message names the smallest budget that does.
+        ValueError: the model has no stage, a `PreActStage` does not run or runs twice, or no
+            combination fits; then the message has the smallest budget that does.
     """
     check_model_and_input(model, x)
     if isinstance(budget, bool) or not isinstance(budget, int):
@@ -188,9 +188,9 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
 def _cheapest(
     options: Iterable[Sequence[StageOption]], budget: int
 ) -> tuple[StageOption, ...] | None:
-    """The combination that fits and moves the least; of equal ones, the one that saves least.
+    """The combination that fits and moves least, and among equal ones saves least.
 
-    Goes through the stages, and drops each combination so far that another one beats in both.
+    Adds stage after stage, and drops combinations that are worse than another one in both.
     """
     best: list[tuple[int, int, tuple[StageOption, ...]]] = [(0, 0, ())]
     for some in options:
@@ -209,27 +209,27 @@ def _cheapest(
 
 
 class _BlockBytes(NamedTuple):
-    """Bytes of the tensors of a block that a forward computes."""
+    """Bytes of the tensors that the forward of a block computes."""
 
-    inputs: list[int]  # of every unit
-    statistics: list[int]  # saved statistics of every unit that are no buffers
+    inputs: list[int]  # of each unit
+    statistics: list[int]  # saved statistics of each unit, except buffers
     output: int
 
 
 class _Call(NamedTuple):
-    """A call of blocks that run fused: a stage, or its blocks between others that do not."""
+    """A call of consecutive fused blocks: a stage or a part of it."""
 
     arguments: StageCall
     x: Tensor  # dense NHWC
-    tensors: Sequence[Tensor]  # that the blocks read
+    tensors: Sequence[Tensor]  # parameters and running statistics
     y: Tensor  # dense NHWC
     blocks: list[_BlockBytes]
 
 
 class _Ends(torch.autograd.Function):
-    """In place of a stage: saves what every memory mode does, and returns a tensor like its output.
+    """Replaces a stage: returns a tensor like its output, and saves what all memory modes save.
 
-    That is an input with a gradient, and the tensors that the blocks read.
+    These are the tensors that the blocks read, and the input if it has a gradient.
     """
 
     @staticmethod
@@ -243,7 +243,7 @@ class _Ends(torch.autograd.Function):
 
 
 class _Stages:
-    """Runs `_Ends` in place of the stages of a model, and records their calls by name."""
+    """Replaces the stages of a model by `_Ends`, and records their calls by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: dict[str, list[_Call]] = {}
@@ -273,12 +273,12 @@ class _Stages:
         first_norm: nn.Module | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        if first_norm is None:  # no mode can be set
+        if first_norm is None:  # the mode of this stage cannot be set
             return preact_stage(blocks, x, dtype)
         return preact_stage(blocks, x, dtype, record=self._recorder(first_norm))
 
     def _recorder(self, module: nn.Module) -> Recorder:
-        """Records calls under the name of a module."""
+        """Returns a function that records calls under the name of a module."""
         name = self._names[module]
         if name in self.calls:
             kind = "PreActStage" if isinstance(module, PreActStage) else "stage"
@@ -295,11 +295,11 @@ class _Stages:
 
 
 def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
-    """Bytes saved outside the stages, and the options of each stage, from shapes alone.
+    """Bytes saved outside the stages, and the options of each stage.
 
-    Runs the model with `_Ends` in place of its stages. No tensor counts twice: an input with a
-    gradient, and what the blocks read, count for the stage; other inputs, and outputs, that the
-    rest of the model saves too count for the rest.
+    Runs the model on fake tensors with `_Ends` in place of its stages. No tensor counts twice: an
+    input with a gradient, and tensors that the blocks read, count for the stage; other inputs, and
+    outputs, count for the rest of the model if it saves them, too.
     """
     with FakeTensorMode():
         rest = _copy_of_shapes(model, x.device if x.is_meta else None)
@@ -330,7 +330,7 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
 def _block_bytes(
     blocks: Sequence[Block], x: Tensor, tensors: Sequence[Tensor]
 ) -> list[_BlockBytes]:
-    """Sizes for the input `x` of the first block, and the tensors that the blocks read."""
+    """Sizes of each block, for the input `x` of the first block and its `flat_values`."""
     values = stage_values(blocks, tensors)
     parameters, running = iter(values.parameters), iter(values.running)
     shape: Sequence[int] = x.shape
@@ -340,7 +340,7 @@ def _block_bytes(
         inputs, statistics = [], []
         for unit, unit_shape in zip(block.units, shapes, strict=True):
             inputs.append(math.prod(unit_shape) * unit.x_dtype.itemsize)
-            bn_weight = next(parameters).bn_weight  # in the statistics dtype, as mean and variance
+            bn_weight = next(parameters).bn_weight  # as large as the mean, and as the variance
             count = 2
             if not unit.uses_batch:
                 of_unit = next(running), next(running)
@@ -352,7 +352,7 @@ def _block_bytes(
 
 
 def _bytes_of(call: _Call, memory: str, outside: Container[int]) -> tuple[int, int]:
-    """Bytes that a call saves, without what the blocks read, and moves beyond mode `"store"`.
+    """Bytes that a call saves, without `call.tensors`, and moves in addition to mode `"store"`.
 
     Args:
         call: the call.
@@ -390,7 +390,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def _copy_of_shapes(model: _Model, device: torch.device | None) -> _Model:
-    """A copy without values, on its own device or another; its batch norms read none."""
+    """A copy of the model for fake tensors, optionally on another device."""
     fakes = {}
     for t in (*model.parameters(), *model.buffers()):
         fake = _shape_of(t, device)
@@ -399,7 +399,7 @@ def _copy_of_shapes(model: _Model, device: torch.device | None) -> _Model:
     model = copy.deepcopy(model, fakes)
     for module in model.modules():
         if isinstance(module, BatchNormBase):
-            module.momentum = 0.1  # None reads the number of batches
-            if isinstance(module, nn.SyncBatchNorm):  # without communication
+            module.momentum = 0.1  # with None, it would read the value of `num_batches_tracked`
+            if isinstance(module, nn.SyncBatchNorm):  # avoid communication
                 module.__class__ = nn.BatchNorm2d  # type: ignore[assignment]
     return model

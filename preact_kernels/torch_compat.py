@@ -1,4 +1,4 @@
-"""The oldest torch that works, and every private function of torch that the package uses."""
+"""The oldest supported torch, and all private functions of torch that the package uses."""
 
 import contextlib
 import functools
@@ -32,31 +32,31 @@ if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
         f"got torch {torch.__version__}"
     )
 
-# One call, and on a GPU one launch, for a list of tensors. No public function does this.
+# One call, and on a GPU one launch, for a list of tensors. There are no public functions.
 foreach_add_ = torch._foreach_add_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_neg = torch._foreach_neg
 foreach_norm = torch._foreach_norm
 
-# Base class of all batch norms; planning overrides `momentum`.
+# Base class of all batch norms.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 
 # Whether a `torch.func` transform is running. There is no public function.
 has_functorch_transform = torch._C._are_functorch_transforms_active
 
-# Turns off `__torch_function__` of modes and of subclasses of Tensor.
+# Disables `__torch_function__` of modes and of subclasses of Tensor.
 disable_torch_function = torch._C.DisableTorchFunction
-# The arguments whose `__torch_function__` PyTorch calls, in this order.
+# The arguments with a `__torch_function__`, in the order in which PyTorch calls it.
 get_overloaded_args = _get_overloaded_args
-# Whether they are on for subclasses of Tensor.
+# Whether `__torch_function__` of subclasses of Tensor is enabled.
 is_torch_function_enabled = torch._C._is_torch_function_enabled
-# Undoes `disable_torch_function` for its body.
+# Undoes `disable_torch_function` in its body.
 enable_torch_function = torch._C._EnableTorchFunction
 
 
 def is_function_apply(function: object) -> bool:
-    """Whether a C function is `apply` of an autograd Function; it is Python before torch 2.15."""
+    """Whether `function` is `apply` of an autograd Function: a C function since torch 2.15."""
     owner = getattr(function, "__self__", None)
     return (
         isinstance(owner, type)
@@ -69,7 +69,7 @@ def is_opaque(target: Any) -> bool:
     """Whether a function in Dynamo's graph may call a custom autograd function, or traces code."""
     if isinstance(target, torch._ops.HigherOrderOperator):
         return True
-    module = getattr(target, "__module__", None) or "torch"  # operators have none
+    module = getattr(target, "__module__", None) or "torch"  # operators have no module
     return module.partition(".")[0] not in ("torch", "_operator", "builtins", "math")
 
 
@@ -77,7 +77,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Makes Dynamo skip a function and everything that it calls; does not import Dynamo."""
+    """Makes Dynamo skip a function and all that it calls, without importing Dynamo."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -88,12 +88,12 @@ def not_compiled(function: _Function) -> _Function:
 # Whether hooks are registered for all modules: a fused module must then call its children.
 has_global_module_hook = _has_any_global_hook
 
-# Hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`; None: there are none.
+# Hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`, or None.
 top_saved_tensor_hooks = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
 )
 
-# Whether hooks of saved tensors are allowed: `disable_saved_tensors_hooks` forbids them.
+# Whether hooks of saved tensors are allowed (`disable_saved_tensors_hooks` forbids them).
 has_saved_tensor_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 # Whether autocast is on for any device. There is no public function.
@@ -114,7 +114,7 @@ def is_transformed() -> bool:
 
 
 def current_modes() -> tuple[object, ...]:
-    """Returns modes of this thread that keep operations from running as plain eager code."""
+    """Returns the modes of this thread in which operations do not run as plain eager code."""
     return (  # in the order of `eager_modes`
         dispatch_mode_count(),
         top_saved_tensor_hooks(),
@@ -135,7 +135,7 @@ def has_fake_mode() -> bool:
 
 @contextlib.contextmanager
 def without_dispatch_modes_above(count: int) -> Iterator[None]:
-    """Leaves all dispatch modes but the first `count`."""
+    """Exits all dispatch modes but the first `count`."""
     modes = []
     while dispatch_mode_count() > count:
         modes.append(python_dispatch._pop_mode())
@@ -147,7 +147,7 @@ def without_dispatch_modes_above(count: int) -> Iterator[None]:
 
 
 def has_function_mode(own: type) -> bool:
-    """Whether a `TorchFunctionMode` is on other than `own` and a default device."""
+    """Whether a `TorchFunctionMode` other than `own` and the default device is on."""
     for index in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(index)
         if not isinstance(mode, (own, DeviceContext)):
@@ -163,7 +163,7 @@ def is_innermost_function_mode(mode: object) -> bool:
 
 @contextlib.contextmanager
 def saved_tensor_hooks_of(hooks: tuple[Callable, Callable] | None) -> Iterator[None]:
-    """Makes `hooks` the innermost hooks of saved tensors; None: no hooks."""
+    """Makes `hooks` the innermost hooks of saved tensors; None disables all hooks."""
     popped = []
     while (top := top_saved_tensor_hooks()) is not None and top != hooks:
         popped.append(top)
@@ -181,7 +181,7 @@ def saved_tensor_hooks_of(hooks: tuple[Callable, Callable] | None) -> Iterator[N
 
 
 def without_functorch_transforms() -> contextlib.AbstractContextManager:
-    """Leaves running `torch.func` transforms, for tensors from outside of them."""
+    """Exits running `torch.func` transforms, for tensors from outside of them."""
     if not has_functorch_transform():
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -189,7 +189,7 @@ def without_functorch_transforms() -> contextlib.AbstractContextManager:
     return temporarily_clear_interpreter_stack()
 
 
-# Exchanges the tensors of two objects: sizes, storages and places in the autograd graph.
+# Exchanges the tensors behind two Python objects: sizes, storages and autograd metadata.
 swap_tensor_impl = torch._C._swap_tensor_impl
 
 
@@ -206,14 +206,14 @@ def exchange(a: Tensor, b: Tensor) -> bool:
     except RuntimeError:  # the profiler, which records shapes, holds weak references in C++
         return False
     a.__class__, b.__class__ = type(b), type(a)
-    # Without methods of their classes.
+    # Subclasses may override `__getattribute__` and `__setattr__`.
     of_a, of_b = (object.__getattribute__(t, "__dict__") for t in (a, b))
     object.__setattr__(a, "__dict__", of_b)
     object.__setattr__(b, "__dict__", of_a)
     return True
 
 
-# Creates a tensor without storage, of a subclass with `__torch_dispatch__`.
+# Creates a tensor without storage of a subclass with `__torch_dispatch__`.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 
 _AUTOGRAD_KEYS = [
@@ -223,10 +223,10 @@ _AUTOGRAD_KEYS = [
 
 
 def above_autograd(autocast_device: str | None) -> contextlib.AbstractContextManager:
-    """Makes autograd record operations inside `__torch_dispatch__` too.
+    """Makes autograd record operations inside `__torch_dispatch__`.
 
     Args:
-        autocast_device: device type for which autocast casts too; None: no autocast.
+        autocast_device: device type for which to enable autocast, or None.
     """
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther):
         return contextlib.nullcontext()
@@ -239,7 +239,7 @@ def above_autograd(autocast_device: str | None) -> contextlib.AbstractContextMan
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-# Changes tensors in place without bumping versions, as PyTorch's batch norm does with statistics.
+# In-place changes do not bump versions, as in PyTorch's update of running statistics.
 without_new_version = torch.autograd._unsafe_preserve_version_counter
 
 
@@ -263,7 +263,7 @@ def sync_batch_norm(
 
 
 def has_module_hook(module: nn.Module) -> bool:
-    """Whether hooks are registered for a call of `module`. There is no public function."""
+    """Whether hooks are registered on `module`. There is no public function."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -282,7 +282,7 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-# A number of the backward that runs on this thread; -1: none does.
+# Id of the backward that runs on this thread, or -1.
 backward_id = torch._C._current_graph_task_id
 
 
@@ -292,11 +292,11 @@ def is_in_backward() -> bool:
 
 
 def is_read_by_checkpoint() -> bool:
-    """Whether code of `torch.utils.checkpoint` called the function that asks."""
+    """Whether code of `torch.utils.checkpoint` called the caller."""
     return sys._getframe(2).f_globals is checkpoint.__dict__
 
 
-# Functions nested in the checkpoint that is not reentrant; one of them runs its recomputation.
+# Functions nested in the non-reentrant checkpoint; one of them runs the recomputation.
 _RECOMPUTATIONS = {
     code
     for code in checkpoint._checkpoint_without_reentrant_generator.__code__.co_consts
@@ -307,7 +307,7 @@ _RECOMPUTATIONS = {
 def is_recomputing() -> bool:
     """Whether `torch.utils.checkpoint` is running a forward again on this thread, in a backward.
 
-    Not in other forwards that run in a backward, such as those of custom autograd functions.
+    False in other forwards inside a backward, such as in custom autograd functions.
     """
     if not is_in_backward():
         return False
@@ -330,7 +330,7 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Calls a function at the end of this thread's running backward."""
+    """Calls a function at the end of the backward that runs on this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -343,24 +343,24 @@ def is_exporting() -> bool:
 
 
 def is_batch_of_gradients(dy: Tensor) -> bool:
-    """Whether `is_grads_batched` made `dy`: an older vmap hides the batch, and is no transform."""
+    """Whether `dy` comes from `is_grads_batched`: a legacy vmap, which `is_transformed` ignores."""
     return not torch.compiler.is_compiling() and functorch.is_legacy_batchedtensor(dy)
 
 
 def storage_id(t: Tensor) -> int:
-    """Returns a number that identifies the storage of a tensor, also on the meta device."""
+    """Returns an id of the storage of a tensor, also on the meta device."""
     return t.untyped_storage()._cdata
 
 
 def end_allocation_to_pool(device_index: int, pool: tuple[int, int]) -> None:
     """Ends allocation to the memory pool of a broken CUDA graph capture, and frees the pool."""
     for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-        with contextlib.suppress(RuntimeError):  # the capture has done it
+        with contextlib.suppress(RuntimeError):  # the capture may have done it
             end(device_index, pool)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether `torch.compile` made `module`; does not import Dynamo."""
+    """Whether `module` is the result of `torch.compile`, without importing Dynamo."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 

@@ -1,4 +1,4 @@
-"""Calls that reach every kernel of a backend, in the shapes of common networks and a few others."""
+"""Calls that reach all kernels of a backend, in shapes of common networks and a few others."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ BLOCKS: dict[str, Any] = {"basic": PreActBasicBlock, "bottleneck": PreActBottlen
 
 
 class Column(NamedTuple):
-    """Dtype of the activations, and whether products of float32 may round operands to TF32."""
+    """Dtype of the activations, and whether float32 products may round operands to TF32."""
 
     dtype: torch.dtype
     tf32: bool = False
@@ -33,7 +33,7 @@ class Column(NamedTuple):
 
     @property
     def is_coarse(self) -> bool:
-        """Whether products round so much that they decide the signs of many ReLU inputs."""
+        """Whether rounding errors of products change the signs of many ReLU inputs."""
         return self.tf32 or self.dtype in HALF
 
     @property
@@ -43,15 +43,14 @@ class Column(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A call and the same in plain PyTorch; modules and inputs are on the CPU."""
+    """A call, and its equivalent in plain PyTorch; modules and inputs are on the CPU."""
 
     name: str
     fused: Any  # a function or a module
     plain: Any
-    inputs: dict[str, Tensor]  # named as the arguments of `fused`
+    inputs: dict[str, Tensor]  # keyword arguments
 
     def to(self, device: torch.device) -> "Case":
-        """The case on a device."""
         fused, plain = (
             f.to(device) if isinstance(f, nn.Module) else f for f in (self.fused, self.plain)
         )
@@ -60,7 +59,7 @@ class Case(NamedTuple):
 
 
 class _Autocast(nn.Module):
-    """A module under autocast; as it is in float64."""
+    """Runs a module under autocast, except in float64."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
 
 def randomised(module: nn.Module) -> nn.Module:
-    """`module` with parameters of norms and running statistics that are far from any default."""
+    """Sets parameters of norms and running statistics to random values, far from the defaults."""
     for name, t in (*module.named_parameters(), *module.named_buffers()):
         if t.dim() == 1:
             t.detach().copy_(torch.rand_like(t) + 0.5 if "var" in name else torch.randn_like(t))
@@ -89,11 +88,12 @@ def randomised(module: nn.Module) -> nn.Module:
 
 
 def _away_from_kinks(stage: PreActStage) -> None:
-    """Gives a stage norms with outputs far from 0, for inputs of about 1 or -1.
+    """Sets the norms of a stage so that outputs are far from 0, for inputs near 1 or -1.
 
-    Rounding decides the signs of ReLU inputs near 0. In half precision a few such signs would be
-    all of the error of several blocks. The first norm of a block has outputs of both signs in each
-    channel, as long as the residual stream stays near 1 or -1; the others of one sign in a channel.
+    Rounding decides the signs of ReLU inputs near 0, and in half precision a few such signs would
+    dominate the error of several blocks. The first norm of a block has outputs of both signs in
+    each channel while the residual stream stays near 1 or -1; outputs of the other norms have one
+    sign per channel.
     """
     is_near_one = True
     for block in stage:
@@ -110,9 +110,10 @@ def _away_from_kinks(stage: PreActStage) -> None:
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Parameters of batch norms stay in float32 beside half precision, as is usual.
+    """Casts a module to `dtype`, but keeps batch norms in float32 if `dtype` is half precision.
 
-    Those of group norms do not: outside of autocast, PyTorch refuses them on a GPU.
+    Group norms are cast: on a GPU, PyTorch refuses half precision mixed with float32 parameters
+    outside of autocast.
     """
     for child in module.modules():
         is_batch_norm = isinstance(child, nn.modules.batchnorm._BatchNorm)
@@ -163,7 +164,7 @@ def _conv(
     training: bool = True,
     **options: Any,
 ) -> Case:
-    """A unit with the optional inputs that are named."""
+    """A unit; `given` names optional inputs."""
     images = 2 if column.is_slow else 4
     image = image or ((4, 4) if column.is_slow else (8, 8))
     options = {"padding": size // 2, "bias": False, **options}
@@ -199,14 +200,14 @@ def _layout(name: str, column: Column) -> Case:
             x = x.contiguous(memory_format=torch.channels_last)
         return getattr(dispatch.kernels_for(x), name)(x)
 
-    # From 65,536 elements on, the CPU library converts.
+    # Large enough for the CPU library to convert (65,536 elements).
     return Case(
         name, converted, lambda x: x.detach(), {"x": _images(4, 80, 16, 16).to(column.dtype)}
     )
 
 
 def _dropout(column: Column) -> Case:
-    factor = 1 / (1 - 0.25)  # exact in half precision to one rounding
+    factor = 1 / (1 - 0.25)
 
     def masked(x: Tensor, branch: Tensor) -> Tensor:
         kernels = dispatch.kernels_for(x)
@@ -227,7 +228,7 @@ def _dropout(column: Column) -> Case:
 def _stage(
     column: Column, kind: str, width: int, count: int = 2, projects: bool = False, **options
 ) -> Case:
-    """Blocks without projections, which backends run in one call; or one of stride 2 ahead."""
+    """Blocks without projections, which backends run in one call; or the first with stride 2."""
     block, channels = BLOCKS[kind], width * BLOCKS[kind].expansion
     blocks = [block(channels, width) for _ in range(count)]
     if projects:
@@ -246,7 +247,7 @@ def _stage(
 
 
 def _under_autocast(column: Column) -> Case:
-    """A stage of float32 parameters in which products are of the column's dtype."""
+    """A stage with float32 parameters, and products in the column's dtype."""
     case = _stage(column, "bottleneck", 16)
     fused, plain = (_Autocast(m.float(), column.dtype) for m in (case.fused, case.plain))
     return Case("autocast", fused, plain, {name: t.float() for name, t in case.inputs.items()})
@@ -255,7 +256,7 @@ def _under_autocast(column: Column) -> Case:
 def _convs(
     *sizes: tuple[int, int], size: int, given: Sequence[str] = (), **options: Any
 ) -> Callable[[Column], list[Case]]:
-    """Units of one kernel, by channels before and after the convolution."""
+    """Units of one kernel size; `sizes` are pairs of input and output channels."""
     return lambda column: [_conv(column, c, k, size, *given, **options) for c, k in sizes]
 
 
@@ -331,4 +332,4 @@ KINDS: dict[str, Callable[[Column], list[Case]]] = {
     "float32 residual stream": _float32_streams,
     "autocast": lambda column: [_under_autocast(column)] if column.dtype in HALF else [],
 }
-"""Makes the cases of each kind for a column of the table."""
+"""By kind, a function that returns the cases for a column of the table."""

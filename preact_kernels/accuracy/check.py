@@ -1,4 +1,4 @@
-"""Checks of the kernels of a backend against float64, for `python -m preact_kernels check`."""
+"""Checks the kernels of a backend against float64, for `python -m preact_kernels check`."""
 
 import concurrent.futures
 import contextlib
@@ -19,10 +19,10 @@ from preact_kernels.accuracy import oracle
 from preact_kernels.accuracy.cases import KINDS, Case, Column
 from preact_kernels.ops import dispatch
 
-DRAWS = 3  # problems of each case
-MOST_KINKS = 200_000  # most ReLU inputs for which to resample away from kinks
-SECONDS = 300  # for a kind of case in a process of its own
-# Largest relative error of plain PyTorch itself, about ten times what is usual.
+DRAWS = 3  # problems per case
+MOST_KINKS = 200_000  # `most` of `oracle.off_kinks`
+SECONDS = 300  # timeout of the process for one kind of case
+# Limits for the relative error of plain PyTorch itself, about ten times the usual error.
 MOST_EAGER_ERROR = {
     torch.float64: 1e-11,
     torch.float32: 1e-4,
@@ -35,7 +35,7 @@ MOST_TF32_ERROR = 0.05
 class Cell(NamedTuple):
     """Result of one kind of case in one dtype."""
 
-    share: float  # the largest error, as a share of what is allowed
+    share: float  # the largest error / the allowed error
     faults: list[str]
 
     def __str__(self) -> str:
@@ -45,20 +45,20 @@ class Cell(NamedTuple):
 
 
 def backend_of(name: str) -> dispatch.Backend:
-    """The backend of a name."""
+    """The backend with this name."""
     (backend,) = (b for b in dispatch.BACKENDS if b.name == name)
     return backend
 
 
 def device_of(backend: dispatch.Backend) -> torch.device:
-    """Where a backend is checked: on a GPU, the current one."""
+    """The device on which to check a backend."""
     if backend.device_types:
         return torch.device(backend.device_types[0])
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def columns_of(backend: dispatch.Backend) -> list[Column]:
-    """The dtypes that a backend serves."""
+    """The columns for a backend: its dtypes, and TF32 on a GPU."""
     device_type = device_of(backend).type
     found = [Column(dtype, device_type=device_type) for dtype in backend.dtypes]
     if device_type == "cuda":
@@ -87,8 +87,8 @@ def check_backend(backend: dispatch.Backend, columns: Sequence[Column]) -> bool:
 def _rows(backend: dispatch.Backend, columns: Sequence[Column]) -> Iterator[list[Cell | None]]:
     """The cells of each kind of case.
 
-    On a GPU each kind has a process of its own, because an error of a kernel makes later CUDA calls
-    of its process fail. Several run at a time: Triton compiles some hundred kernels.
+    On a GPU each kind runs in its own process, since an error of a kernel makes later CUDA calls of
+    the process fail. Several processes run at a time: Triton compiles some hundred kernels.
     """
     if device_of(backend).type == "cpu":
         for kind in KINDS:
@@ -104,7 +104,7 @@ def _rows(backend: dispatch.Backend, columns: Sequence[Column]) -> Iterator[list
 
 
 def run_process(name: str, kind: str, columns: Sequence[Column]) -> list[Cell | None]:
-    """The cells of one kind of case, checked in a process of its own."""
+    """Checks one kind of case in its own process."""
     package = Path(__file__).parents[2]
     program = (
         f"import sys; sys.path.append({str(package)!r}); "
@@ -119,7 +119,7 @@ def run_process(name: str, kind: str, columns: Sequence[Column]) -> list[Cell | 
         return [Cell(math.inf, [f"no result within {SECONDS} s"])] * len(columns)
     if process.returncode:
         lines = (process.stderr.strip() or "no output").splitlines()
-        line = lines[0 if process.returncode < 0 else -1]  # of faulthandler, or of a traceback
+        line = lines[0 if process.returncode < 0 else -1]  # by faulthandler, or of a traceback
         fault = f"the process exited with status {process.returncode}: {line}"
         return [Cell(math.inf, [fault])] * len(columns)
     cells = json.loads(process.stdout.splitlines()[-1])
@@ -127,14 +127,14 @@ def run_process(name: str, kind: str, columns: Sequence[Column]) -> list[Cell | 
 
 
 def main(name: str, kind: str, *chosen: str) -> None:
-    """Prints the cells of one kind of case and of the chosen columns as JSON."""
+    """Prints the cells of one kind of case for the chosen columns as JSON."""
     backend = backend_of(name)
     columns = {str(column): column for column in columns_of(backend)}
     print(json.dumps([check_kind(name, kind, columns[text]) for text in chosen]))
 
 
 def check_kind(name: str, kind: str, column: Column) -> Cell | None:
-    """Judges the cases of one kind on a backend; None if there are none in that dtype."""
+    """Checks the cases of one kind on a backend; None if there are none for the column."""
     device = device_of(backend_of(name))
     with torch.random.fork_rng([]), _settings(column), dispatch.use_backend(name):
         torch.manual_seed(0)
@@ -170,7 +170,7 @@ def _check(case: Case, device: torch.device, column: Column) -> Cell:
 
 
 def _problem(case: Case, index: int, column: Column) -> oracle.Inputs:
-    """Inputs of a case with an `x` of its own: other signs, and every second one stored NHWC."""
+    """Inputs of a case with random signs of `x`; every second `x` is stored in NHWC."""
     x = case.inputs["x"]
     x = x * (torch.randint(2, x.shape) * 2 - 1).to(x)
     most = 0 if column.is_coarse else MOST_KINKS
@@ -183,9 +183,9 @@ def _problem(case: Case, index: int, column: Column) -> oracle.Inputs:
 
 @contextlib.contextmanager
 def _settings(column: Column) -> Iterator[None]:
-    """Lets convolutions round to TF32 or not, fills new tensors with NaN, and hides warnings.
+    """Sets TF32 as the column says, fills new tensors with NaN, and hides warnings.
 
-    Makes PyTorch's own operations deterministic.
+    Makes PyTorch's operations deterministic.
     """
     conv: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     deterministic: Any = torch.utils.deterministic

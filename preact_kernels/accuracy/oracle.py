@@ -1,29 +1,27 @@
-"""The truth, and how far from it a result may be.
+"""The true results, and the error that a kernel may have.
 
-The truth is plain PyTorch in float64 on the same inputs, as rounded to the dtype under test. A
-result in dtype d may be off by
+The truth is plain PyTorch in float64 on the same inputs, rounded to the dtype under test. A result
+in dtype d must satisfy
 
     norm(fused - truth) <= 2 * norm(eager - truth) + u * norm(truth),
 
-where eager is plain PyTorch in dtype d, and u, the unit roundoff of d (half of `finfo.eps`, what
-rounding to nearest costs at most), stands for the last rounding of a result that is right before.
+where eager is plain PyTorch in dtype d, and the unit roundoff u of d (half of `finfo.eps`) allows
+for the rounding of the result.
 
-Eager's own error is one draw of a random quantity, and can be zero by luck. So it is taken as the
-largest over orders of evaluation that are equally right: the inputs as they are, stored NHWC, and
-with the batch reversed. A gradient of one value a channel is judged over several incoming gradients
-at once, which makes it a longer vector.
+Eager's error is a random quantity, and can be zero by luck. So the largest error over several
+orders of evaluation counts: inputs as given, stored in NHWC, and with the batch reversed. Gradients
+with one value per channel are compared for several incoming gradients at once, as a longer vector.
 
-For float64 there is no wider reference: the first order is the truth. Eager's error there is how
-far the other orders are off, and its error in float32 on the same problem scaled by the ratio of
-the unit roundoffs; times the square root of the samples a channel, because eager adds up float32 in
-float64, and has nothing wider for float64.
+For float64 there is no wider reference: the first order is the truth. Eager's error is the largest
+error of the other orders, plus its error in float32 on the same problem, scaled by the ratio of the
+unit roundoffs and by the square root of the samples per channel: eager accumulates float32 in
+float64, but float64 in float64.
 
-The gradient of a ReLU jumps at zero, and the sign of a pre-activation near zero is decided by
-rounding. In half precision, problems need so many values that eager and fused have the same share
-of such cases. In float32 they are kept out of small problems: see `off_kinks`.
+The gradient of a ReLU jumps at zero, and rounding decides the sign of a pre-activation near zero.
+In half precision, problems must be large enough for eager and fused to have the same share of such
+values. In float32, small problems avoid them: see `off_kinks`.
 
-A truth of norm zero allows nothing beyond twice eager's error: zeros must come out as zeros where
-eager has zeros.
+If the truth is zero and eager gives zero, the result must be zero.
 """
 
 import contextlib
@@ -52,7 +50,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def gradient_like(y: Tensor, seed: int = 1) -> Tensor:
-    """A random incoming gradient for `y`."""
+    """A random gradient for `y`."""
     generator = torch.Generator(y.device).manual_seed(seed)
     return torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype)
 
@@ -69,18 +67,18 @@ def evaluate(
     reversed_batch: bool = False,
     lay_out: Callable[[Tensor], Tensor] = lambda dy: dy,
 ) -> Results:
-    """The output, every gradient, and what became of the running statistics.
+    """The output, all gradients, and the running statistics after the call.
 
     Args:
         function: called with `inputs` by name. A module is copied, and its parameters and buffers
             count as inputs.
         inputs: tensors; `running_mean` and `running_var` are updated and get no gradient.
-        dy: incoming gradient; None draws one with `seed`.
+        dy: incoming gradient; None: `gradient_like` with `seed`.
         seed: see `gradient_like`.
-        frozen: inputs and parameters that want no gradient.
-        dtype: inputs and module are first converted to it.
-        channels_last: whether `[N, C, H, W]` inputs are first stored NHWC.
-        reversed_batch: whether to reverse the batch.
+        frozen: names of inputs and parameters without a gradient.
+        dtype: convert inputs and module to this dtype.
+        channels_last: store `[N, C, H, W]` inputs in NHWC.
+        reversed_batch: reverse the batch.
         lay_out: applied to `dy`, to change its strides.
     """
     module = None
@@ -131,12 +129,12 @@ Problem = tuple[Inputs, Tensor]  # inputs, incoming gradient
 def evaluate_all(
     function: Callable[..., Tensor] | nn.Module, problems: Sequence[Problem], **options
 ) -> Results:
-    """`evaluate` for several problems of the same shapes, the results of each name stacked."""
+    """`evaluate` for several problems of equal shapes; stacks the results."""
     return stacked([evaluate(function, inputs, dy, **options) for inputs, dy in problems])
 
 
 def stacked(runs: Sequence[Results]) -> Results:
-    """The results of several runs as one tensor by name."""
+    """Stacks the results of several runs, by name."""
     return {
         name: None if value is None else torch.stack([run[name] for run in runs])
         for name, value in runs[0].items()
@@ -151,8 +149,8 @@ def eager_runs(
 ) -> list[Results]:
     """Results of plain PyTorch in the dtype of `x`, in several orders of evaluation.
 
-    With `tf32`, PyTorch may round the operands of products to 11 bits, and does not always: then
-    float16, which has 11 bits, is one more order.
+    With `tf32`, PyTorch may round operands of products to 11 bits, but does not always: adds a run
+    in float16, which has 11 bits.
     """
     orders = (*_ORDERS, {"dtype": torch.float16}) if tf32 else _ORDERS
     return [evaluate_all(plain, problems, **order, **options) for order in orders]
@@ -161,7 +159,7 @@ def eager_runs(
 def largest_distances(
     runs: Sequence[Results], truth: Results, metric: Callable[[Tensor, Tensor], float]
 ) -> dict[str, float]:
-    """The largest distance of any run from the truth, for every result."""
+    """The largest distance of any run from the truth, for each result."""
     return {
         name: max(metric(run[name], expected) for run in runs)
         for name, expected in truth.items()
@@ -176,9 +174,9 @@ def eager_errors(
     runs: Sequence[Results] | None = None,
     **options,
 ) -> dict[str, float]:
-    """How far plain PyTorch in the dtype of `x` is from the truth, for every result.
+    """The error of plain PyTorch in the dtype of `x`, for each result.
 
-    `runs` are those of `eager_runs`, if they are there already.
+    `runs` is the result of `eager_runs`, if known.
     """
     errors = largest_distances(runs or eager_runs(plain, problems, **options), truth, distance)
     x = problems[0][0]["x"]
@@ -197,22 +195,22 @@ def eager_errors(
 
 
 class Judgement(NamedTuple):
-    """What the budget says of one result."""
+    """The verdict on one result."""
 
-    share: float  # the error as a share of what is allowed; NaN and more than 1 are wrong
-    fault: str = ""  # what is wrong, or an empty string
+    share: float  # error / allowed error; wrong if NaN or more than 1
+    fault: str = ""  # message, or an empty string
 
 
 def judge(
     fused: Results, truth: Results, errors: Mapping[str, float], rounding: float | None = None
 ) -> dict[str, Judgement]:
-    """Whether every tensor of `fused` is as near to the truth as `errors`, eager's own, allow.
+    """Compares all results with the truth, by norm.
 
     Args:
         fused: results under test.
-        truth: the same in float64.
+        truth: results in float64.
         errors: see `eager_errors`.
-        rounding: relative error of one rounding; None takes that of each result's dtype.
+        rounding: relative error of one rounding; None: the unit roundoff of each result's dtype.
     """
     return {
         name: _judge(name, fused.get(name), truth.get(name), errors, rounding)
@@ -252,10 +250,10 @@ def _judge(
 def judge_elements(
     fused: Results, truth: Results, eager: Sequence[Results], rounding: float | None = None
 ) -> dict[str, Judgement]:
-    """Whether no element of `fused` is much further from the truth than any of `eager`.
+    """Compares the largest error of an element with eager's.
 
-    A norm does not see one wrong element among many. The largest error of an element varies more
-    than a norm, so it may be four times eager's, and two roundings of the largest element.
+    A norm hides one wrong element among many. The largest error of an element varies more than a
+    norm, so the limit is four times eager's, plus two roundings of the largest element.
     """
     errors = largest_distances(eager, truth, _largest_distance)
     judgements = {}
@@ -274,7 +272,7 @@ def judge_elements(
 
 _aten = torch.ops.aten
 
-# Where the gradients of activations jump.
+# Values at which the gradients of activations jump.
 _KINKS = {
     _aten.relu.default: (0,),
     _aten.relu_.default: (0,),
@@ -286,7 +284,7 @@ _KINKS = {
 
 
 class ReLUInputs(TorchDispatchMode):
-    """How many inputs of ReLUs and the like there are, and how near to a kink one of them comes."""
+    """Counts inputs of ReLU-like operators, and finds the smallest distance from a kink."""
 
     def __init__(self):
         super().__init__()
@@ -306,9 +304,9 @@ def off_kinks(
     most: int = 20_000,
     **options,
 ) -> Inputs:
-    """`inputs`, with noise on `x` where a kink of a float32 problem would be a toss-up.
+    """Adds noise to `x` of a float32 problem until no ReLU input is too near to a kink.
 
-    Problems with more than `most` inputs of ReLUs and the like stay as they are.
+    Does not change problems with more than `most` inputs of ReLU-like operators.
     """
     margin = 100 * unit_roundoff(torch.float32)
     for _ in range(20):
@@ -326,9 +324,9 @@ def off_kinks(
 class Comparison(NamedTuple):
     """Results of `compare`."""
 
-    runs: list[Results]  # of each problem
+    runs: list[Results]  # one per problem
     judgements: dict[str, Judgement]
-    elements: dict[str, Judgement]  # of the largest errors of single elements; not in float64
+    elements: dict[str, Judgement]  # see `judge_elements`; empty in float64
     eager_error: float  # relative error of all results of plain PyTorch
 
 
@@ -340,14 +338,14 @@ def compare(
     truth_on_cpu: bool = False,
     **options,
 ) -> Comparison:
-    """Judges `fused` by its results on several problems of the same shapes, taken together.
+    """Compares `fused` with the truth on several problems of equal shapes, taken together.
 
     Args:
-        fused: under test.
-        plain: the same in plain PyTorch.
-        problems: inputs as in `evaluate`, among them `x`.
+        fused: function or module under test.
+        plain: its equivalent in plain PyTorch.
+        problems: inputs as in `evaluate`, including `x`.
         tf32: whether products may round their operands to TF32.
-        truth_on_cpu: whether to compute the truth on a CPU.
+        truth_on_cpu: compute the truth on a CPU.
         **options: as in `evaluate`.
     """
     runs = [evaluate(fused, inputs, seed=seed, **options) for seed, inputs in enumerate(problems)]
@@ -391,7 +389,7 @@ def _truth_on_cpu(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Plain PyTorch's errors then depend less on the machine."""
+    """Makes errors of plain PyTorch depend less on the machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -401,7 +399,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether dtype, shape and every bit are equal: -0.0 is not 0.0, and NaNs have payloads."""
+    """Whether dtype, shape and all bits are equal, including signs of zeros and payloads of NaN."""
     return a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 
@@ -415,12 +413,11 @@ def _norm(t: Tensor) -> float:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Euclidean, in float64."""
+    """Euclidean distance, in float64."""
     return _norm(a.double() - b.double())
 
 
 def _largest_distance(a: Tensor, b: Tensor) -> float:
-    """Of any element, in float64."""
     return float((a.double() - b.double()).abs().amax()) if a.numel() else 0.0
 
 

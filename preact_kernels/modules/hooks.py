@@ -14,7 +14,7 @@ _CALLED = (
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks, or an attribute that replaces a method of its class."""
+    """Whether a call of `module` runs hooks, or a method that an attribute replaces."""
     if torch_compat.has_module_hook(module) or torch_compat.has_global_module_hook():
         return True
     own = module.__dict__
