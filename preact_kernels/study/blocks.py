@@ -1,4 +1,4 @@
-"""Residual blocks with other placements of the activation, and other shortcuts.
+"""Residual blocks with various placements of the activation, and various shortcuts.
 
 The blocks of figures 1, 2 and 4 of arXiv 1603.05027, in plain PyTorch. `study.networks` calls
 `pk.convert`, which runs their BN-ReLU-Conv chains fused.
@@ -18,7 +18,7 @@ Layer = Literal["norm", "act"]
 
 
 class Placement(NamedTuple):
-    """Layers around a block's convolutions; a norm and an activation lie between convolutions.
+    """Layers around a block's convolutions; between convolutions are a norm and an activation.
 
     before: layers before the first convolution.
     behind: layers after the last convolution, before the addition.
@@ -48,7 +48,7 @@ SHORTCUTS = (  # figure 2, (a) to (f)
 
 
 class RMSNorm2d(nn.Module):
-    """`x / sqrt(mean(x^2) + eps) * weight`, the mean over channels and pixels of each image.
+    """`x / sqrt(mean(x^2) + eps) * weight`, with the mean over channels and pixels of each image.
 
     Source: "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
@@ -65,7 +65,7 @@ class RMSNorm2d(nn.Module):
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:
-    """Group norm; the channels of a group are the largest divisor of `channels` up to 16."""
+    """Group norm; the group size is the largest divisor of `channels` up to 16."""
     size = next(s for s in range(min(16, channels), 0, -1) if channels % s == 0)
     return nn.GroupNorm(channels // size, channels)
 
@@ -85,12 +85,12 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Options that all blocks of a network share.
+    """Options shared by all blocks of a network.
 
     Args:
         placement: a key of `PLACEMENTS`.
         shortcut: one of `SHORTCUTS`.
-        gate_bias: initial bias of the gate's convolution, in both kinds of gating.
+        gate_bias: initial bias of the gate's convolution, for both kinds of gating.
         shortcut_scale: factor of the shortcut in `"constant-scaling"`.
         branch_scale: factor of the branch in `"constant-scaling"`.
         shortcut_dropout: probability in `"dropout"`.
@@ -140,12 +140,12 @@ class BlockOptions:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an int or a float."""
+    """Whether a value is an int or a float, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_probability(name: str, value: object) -> None:
-    """Raises unless `value` is a number of at least 0 and below 1."""
+    """Raises unless `value` is a number in [0, 1)."""
     if not is_number(value):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if not 0 <= value < 1:  # type: ignore[operator]
@@ -153,7 +153,7 @@ def check_probability(name: str, value: object) -> None:
 
 
 class SqueezeExcitation(nn.Module):
-    """`x * sigmoid(expand(relu(reduce(mean(x)))))`, the mean over the pixels: arXiv 1709.01507.
+    """`x * sigmoid(expand(relu(reduce(mean(x)))))`, with the mean over pixels: arXiv 1709.01507.
 
     Args:
         channels: channels of x.
@@ -172,7 +172,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, zeroes each image's branch at random, and divides the others by `survival`.
+    """In training, zeroes branches of random images, and divides the others by `survival`.
 
     Equals `torchvision.ops.stochastic_depth(x, 1 - survival, mode="row")`. In "Deep Networks with
     Stochastic Depth" (arXiv 1603.09382) all images of a batch share one draw, and the branch is
@@ -195,7 +195,6 @@ class StochasticDepth(nn.Module):
         return x * kept.bernoulli_(self.survival).div_(self.survival)
 
     def extra_repr(self) -> str:
-        """Probability of keeping a branch."""
         return f"survival={self.survival:.4g}"
 
 
@@ -220,17 +219,17 @@ class Gate(nn.Module):
 class ResidualBlock(nn.Module):
     """`y = after(h(x) + F(x))`: a shortcut h and a branch F of two or three convolutions.
 
-    The children are `conv1`, `norm1`, `conv2`, ... With `before=("norm", "act")` each norm comes
-    before the convolution of its number, else after it (the last one may come after the addition).
-    Where the shape changes, the shortcut starts with `projection`, a 1x1 convolution of the input
-    of `conv1`, and `projection_norm` follows if the branch ends with a norm.
+    The children are `conv1`, `norm1`, `conv2`, ... With `before=("norm", "act")`, `norm<i>` comes
+    before `conv<i>`, else after it (the last norm may come after the addition). If the shape
+    changes, the shortcut starts with `projection`, a 1x1 convolution of the input of `conv1`, and
+    `projection_norm` if the branch ends with a norm.
 
     Args:
         in_channels: channels of the input.
         channels: inner channels; the output has `expansion` times as many.
         stride: stride of the block.
         options: placement, shortcut and so on.
-        is_bottleneck: 1x1, 3x3 and 1x1 convolutions in place of two 3x3.
+        is_bottleneck: 1x1, 3x3 and 1x1 convolutions instead of two 3x3.
         groups: groups of a bottleneck's 3x3 convolution (ResNeXt).
         base_width: inner channels per group when `channels` is 64 (ResNeXt).
         stride_on: the strided convolution of a bottleneck, `"conv1"` or `"conv2"`.
@@ -296,7 +295,7 @@ class ResidualBlock(nn.Module):
 
     @property
     def norms_before(self) -> bool:
-        """Whether each norm comes before the convolution of its number."""
+        """Whether `norm<i>` comes before `conv<i>`."""
         return "norm" in self.placement.before
 
     @property
@@ -306,7 +305,7 @@ class ResidualBlock(nn.Module):
 
     @property
     def last_norm(self) -> nn.Module | None:
-        """The norm at the end of the branch; None where the branch ends with a convolution."""
+        """The norm at the end of the branch; None if the branch ends with a convolution."""
         ends_with_norm = "norm" in self.placement.behind
         return self.get_submodule(f"norm{self.conv_count}") if ends_with_norm else None
 
@@ -316,7 +315,7 @@ class ResidualBlock(nn.Module):
         return h
 
     def _shortcut(self, x: Tensor, activated: Tensor) -> Tensor:
-        """Returns the input, or its projection where the shape changes."""
+        """Returns the input, or its projection if the shape changes."""
         if self.projection is None:
             return x
         h = self.projection(activated)
@@ -325,7 +324,7 @@ class ResidualBlock(nn.Module):
     def _sum(self, h: Tensor, branch: Tensor) -> Tensor:
         """Adds shortcut and branch as `options.shortcut` says."""
         if self.options.shortcut == "constant-scaling":
-            if self.options.branch_scale != 1:  # without this product the addition can run fused
+            if self.options.branch_scale != 1:  # without a product the addition can run fused
                 branch = self.options.branch_scale * branch
             return self.options.shortcut_scale * h + branch
         if self.options.shortcut == "exclusive-gating":

@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, checked before use."""
+"""Checkpoints, written atomically and checked when read."""
 
 import io
 import zipfile
@@ -22,7 +22,7 @@ def save(path: Path, content: dict[str, Any]) -> None:
 
     Args:
         path: the file.
-        content: tensors, numbers and strings, also in dicts, lists and tuples.
+        content: tensors, numbers, strings, and dicts, lists and tuples of these.
 
     Raises:
         OSError: the file cannot be written; an earlier checkpoint is kept.
@@ -42,7 +42,7 @@ def load(path: Path) -> dict[str, Any]:
     expected = f"{path}: expected a checkpoint of python -m preact_kernels.study train"
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not compare the checksums
+            damaged = archive.testzip()  # torch.load does not check the checksums
         if damaged is not None:
             raise CheckpointError(f"{expected}, got one in which {damaged} is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)

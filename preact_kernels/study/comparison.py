@@ -1,4 +1,4 @@
-"""A comparison of networks: training runs, results in words, and the report."""
+"""Comparisons of networks: training runs, results in words, and the report."""
 
 import dataclasses
 import math
@@ -51,10 +51,10 @@ class Result(NamedTuple):
 
 
 class Comparison:
-    """One comparison in a folder.
+    """A comparison in a folder.
 
     Args:
-        size: see `Size`.
+        size: networks and training runs.
         base: options of all runs.
         out: the folder; finished runs there are not repeated.
     """
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def device(self) -> torch.device:
-        """The device that the networks train on."""
+        """The device for training."""
         name = self.base.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(name)
 
@@ -185,10 +185,10 @@ def by_label(results: Iterable[Result], column: str) -> dict[str, list[Any]]:
 
 
 def order_in_words(own: Mapping[str, Sequence[float]], quoted: Mapping[str, float | None]) -> str:
-    """Says for how many pairs the order of errors is the paper's.
+    """Describes how many pairs of labels have the same order of errors as in the paper.
 
-    A pair has the paper's order if each seed of the one is below each seed of the other. NaN (a
-    run that diverged) counts as infinite.
+    A pair has the paper's order if every seed of the better label is below every seed of the other.
+    NaN (a diverged run) counts as infinite.
     """
     own = {k: [math.inf if math.isnan(v) else v for v in values] for k, values in own.items()}
     shown, reversed_, open_ = [], [], []

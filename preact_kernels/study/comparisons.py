@@ -51,7 +51,7 @@ def _compared(
     results: Sequence[Result],
     quoted: Mapping[int, Mapping[str, float | None]],
 ) -> None:
-    """Writes a table, the order and plots of the results at each depth."""
+    """Writes a table, the order of labels, and plots of the results at each depth."""
     reference_depth = min(quoted)
     for depth in comparison.size.depths:
         some = [r for r in results if r.depth == depth]
@@ -123,7 +123,7 @@ def _plot_by_block(
     labels: Mapping[str, str],
     where: str,
 ) -> None:
-    """Plots each column in `labels`; `where` ends the titles."""
+    """Plots each column in `labels`; titles end with `where`."""
     for column, label in labels.items():
         comparison.plot(
             label + where,

@@ -33,7 +33,7 @@ def _option(default: Any, help: str, choices: typing.Iterable[str] | None = None
 
 @dataclass(frozen=True)
 class Config:
-    """Options of a training run; each is an option of the command too, with `-` for `_`.
+    """Options of a training run, and of the command, there with `-` for `_`.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -126,7 +126,7 @@ class Config:
             parse_bytes(self.memory_budget)
 
     def block_options(self) -> dict[str, Any]:
-        """The options of `BlockOptions`."""
+        """The fields of `BlockOptions`."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockOptions)}
 
     def changed(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ RUNNING = (
     "checkpoint_every",
     "diagnose_every",
 )
-"""Options that may change when a run continues: results differ only by rounding."""
+"""Options that may change when a run continues; results differ only by rounding."""
 
 
 def _kind(field: dataclasses.Field) -> tuple[type, bool]:
@@ -212,7 +212,7 @@ def build_network(config: Config, classes: int) -> nn.Module:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds every option to a parser."""
+    """Adds all options to a parser."""
     for field in dataclasses.fields(Config):
         kind, _ = _kind(field)
         options: dict[str, Any] = {"default": argparse.SUPPRESS}

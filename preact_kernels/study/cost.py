@@ -1,4 +1,4 @@
-"""Step time and memory kept for backward at growing depth: plain PyTorch and the memory modes."""
+"""Step time and memory saved for backward by depth, for plain PyTorch and the memory modes."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import preact_resnet
 from preact_kernels.study.report import markdown_table
 
-_STEPS = 3  # measured steps of each kind, in turn, after one warm-up step
+_STEPS = 3  # measured steps per kind, alternating, after one warm-up step
 _KINDS = {
     "plain PyTorch": {"fused": False},
     "store": {"memory": "store"},
@@ -28,7 +28,7 @@ class Cost(NamedTuple):
     label: str
     depth: int
     step_ms: float  # median
-    kept_bytes: int  # for the backward
+    kept_bytes: int  # saved for backward
 
 
 def measure_costs(depths: Sequence[int], batch: int, device: torch.device) -> list[Cost]:

@@ -2,9 +2,10 @@
 
 Nothing is downloaded. CIFAR is read in its binary format
 (https://www.cs.toronto.edu/~kriz/cifar.html): records of one label byte (CIFAR-100: a coarse and
-a fine one) and 3,072 pixels, in red, green and blue planes of 32x32. An archive is checked against
-its published MD5 sum. Extracted files have no published sums, so their structure is checked: whole
-records, labels in range, files of equal length, and the same number of images in every class.
+a fine label) and 3,072 pixels, in red, green and blue planes of 32x32. Archives are checked against
+the published MD5 sums. There are no published sums of extracted files, so their structure is
+checked: whole records, labels in range, files of equal length, and equal numbers of images in all
+classes.
 """
 
 import hashlib
@@ -93,7 +94,7 @@ _TEST_DIGITS = 297
 
 
 def load(directory: str | Path | None = None, *, train: bool = True) -> Images:
-    """Loads CIFAR from `directory`, or the digits if there is none.
+    """Loads CIFAR from `directory`, or scikit-learn's digits without a directory.
 
     Args:
         directory: see `load_cifar`; None: the environment variable `PREACT_KERNELS_DATA`.
@@ -208,8 +209,8 @@ def load_digits(*, train: bool = True) -> Images:
     """Loads scikit-learn's 1,797 handwritten digits, resized to 32x32, in three equal channels.
 
     Args:
-        train: 1,500 scans; False: the other 297, taken evenly from the whole set, so that both
-            parts have digits of every writer.
+        train: the 1,500 training scans; False: the other 297, spread evenly over the whole set, so
+            that both parts have digits of all writers.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -260,10 +261,10 @@ def shifted(images: Tensor, top: Tensor, left: Tensor, flipped: Tensor, limit: i
 class Batches:
     """Shuffled and augmented batches; the incomplete last batch of each epoch is dropped.
 
-    `batches[step]` depends on the seed and the step alone, on every device: a run that continues
-    at a step sees the batches of a run that was never stopped. Images are shifted by up to an
-    eighth of their size (4 pixels of 32). Where a mirrored image keeps its label, they are mirrored
-    with probability 1/2. Both run on the device of the images.
+    `batches[step]` depends only on the seed and the step, on every device: a run that continues at
+    a step gets the same batches as a run that was never stopped. Images are shifted by up to an
+    eighth of their size (4 pixels of 32), and mirrored with probability 1/2 if mirrored images keep
+    their labels. Both run on the device of the images.
 
     Args:
         data: the images, on the device of the batches.
@@ -271,8 +272,8 @@ class Batches:
         seed: seed of shuffling and augmentation.
         augment: False: no shifts, no mirroring.
         size: height and width in pixels; images are resized bilinearly. None: not resized.
-        rank: the part of each batch that this process gets.
-        world_size: number of parts.
+        rank: index of this process, which gets its part of each batch.
+        world_size: number of processes.
 
     Raises:
         ValueError: the set is smaller than a batch, or `batch` is not a multiple of `world_size`.
@@ -304,13 +305,13 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of whole batches in the set."""
+        """Number of complete batches in the set."""
         return len(self.data.labels) // self.batch
 
     def _draw(self, epoch: int) -> None:
         """Draws order, shifts and mirroring of an epoch's images, as `[4, steps * batch]`."""
         count = self.steps_per_epoch * self.batch
-        # PyTorch's generator on the CPU takes 32 bits of a seed.
+        # PyTorch's generator on the CPU uses 32 bits of a seed.
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
         order = torch.randperm(len(self.data.labels), generator=generator)[:count]
         shifts = torch.randint(0, 2 * self.limit + 1, (2, count), generator=generator)

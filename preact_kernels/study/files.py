@@ -1,4 +1,4 @@
-"""Files that are written atomically, and locked folders."""
+"""Atomic writes of files, and locked folders."""
 
 import contextlib
 import csv
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file; it has the old or the new content at every moment.
+    """Writes a file atomically: at any moment it has the old or the new content.
 
     Raises:
-        OSError: the content cannot be written (a full disk, say); the old file is kept.
+        OSError: the content cannot be written, such as to a full disk; the old file is kept.
     """
     path = Path(path)
     try:
@@ -53,7 +53,7 @@ def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes from locking a folder.
+    """Locks a folder for this process.
 
     Raises:
         ValueError: another process has locked it.

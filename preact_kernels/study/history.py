@@ -25,7 +25,7 @@ class History:
     signal: list[BlockRow] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # since the last whole epoch
-    input_seconds: float = 0.0  # time that the host spends on batches
+    input_seconds: float = 0.0  # host time for preparing batches
 
     def state(self) -> dict[str, Any]:
         """Returns the history as lists and numbers."""
@@ -34,7 +34,7 @@ class History:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> "History":
-        """Restores what `state` returned."""
+        """Undoes `state`."""
         rows = {
             "epochs": [EpochRow(*row) for row in state["epochs"]],
             "signal": [BlockRow(*row) for row in state["signal"]],

@@ -10,7 +10,7 @@ from preact_kernels.study.history import EpochRow, History
 
 
 class Logs:
-    """The files of one run: `losses.csv`, `epochs.csv`, `signal.csv` and `tensorboard/`.
+    """The logs of a run: `losses.csv`, `epochs.csv`, `signal.csv` and `tensorboard/`.
 
     Args:
         out: the folder.

@@ -1,4 +1,4 @@
-"""Residual networks of the study: `preact_resnet`, and the same layout with other blocks."""
+"""Residual networks of the study: `preact_resnet`, or the same layout with other blocks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,16 +26,17 @@ INITIALISATIONS = ("he", "orthogonal", "zero-branch")
 
 
 class ResidualNetwork(nn.Module):
-    """A stem, stages of `ResidualBlock`s, mean pool and linear.
+    """A stem, stages of `ResidualBlock`s, mean pool and linear layer.
 
-    A norm or activation that blocks start with follows the last block; the others follow the stem.
+    If blocks start with a norm, a norm follows the last block, else it follows the stem; likewise
+    for the activation.
 
     Args:
         stem: the first convolution.
         pool: pooling after the stem.
         stages: the blocks of each stage.
         channels: channels of the last block's output.
-        num_classes: outputs.
+        num_classes: number of outputs.
         options: options of the blocks.
     """
 
@@ -67,7 +68,6 @@ class ResidualNetwork(nn.Module):
         return self.fc(y.mean((2, 3)).to(x.dtype))
 
     def extra_repr(self) -> str:
-        """Which batch norms run fused."""
         return fused_parts(self)
 
 
@@ -93,12 +93,12 @@ def study_network(
     """Builds a residual network with the blocks that `options` describe.
 
     With default options this is a `PreActResNet`. Other options give a `ResidualNetwork` in plain
-    PyTorch, converted by `pk.convert`: its BN-ReLU-Conv chains run fused. `print(network)` says
-    which ran fused in the last call. A converted network is called once, on a small image.
+    PyTorch, converted by `pk.convert`, which runs BN-ReLU-Conv chains fused. `print(network)` shows
+    which ran fused in the last call; a converted network is called once here, on a small image.
 
     Args:
         depth: see `preact_resnet`.
-        num_classes: outputs.
+        num_classes: number of outputs.
         variant: see `preact_resnet`.
         block: see `preact_resnet`.
         width: see `preact_resnet`.
@@ -108,13 +108,13 @@ def study_network(
         survival: probability of keeping the last block's branch in training. Block l of L keeps
             its branch with `1 - l / L * (1 - survival)` (stochastic depth, arXiv 1603.09382).
         init: initialisation of the convolutions: `"he"` by fan-out, `"orthogonal"`, or
-            `"zero-branch"`: as `"he"`, but each branch ends with a zero weight (of its last norm or
-            convolution), so each block starts as its shortcut.
+            `"zero-branch"`: like `"he"`, but the weight of each branch's last norm or convolution
+            is zero, so each block initially equals its shortcut.
         memory: see `PreActStage`. This and the next three options apply only to a `PreActResNet`.
         segments: see `PreActStage`.
         anchor_every: see `PreActStage`.
         residual_dtype: see `PreActStage`.
-        fused: False runs plain PyTorch throughout.
+        fused: False runs plain PyTorch.
         options: see `BlockOptions`.
 
     Returns:
@@ -174,7 +174,7 @@ def _call_once(network: nn.Module, size: int) -> None:
 
     Args:
         network: the network.
-        size: height and width of the image in pixels; the last stage must have more than one.
+        size: height and width of the image; the last stage must have more than one pixel.
     """
     weight = next(network.parameters())
     saved_bytes(network, weight.new_zeros(1, 3, size, size))
@@ -244,7 +244,7 @@ def initialise(network: nn.Module, init: str) -> None:
 
 
 def fused_parts(network: nn.Module) -> str:
-    """Says how many norms ran fused in the last call, and in what."""
+    """Describes how many norms ran fused in the last call, and into what."""
     if isinstance(network, PreActResNet):
         count = sum(isinstance(m, BatchNormBase) for m in network.modules())
         return f"{count} of {count} norms fused" if network.fused else "plain PyTorch"

@@ -1,6 +1,6 @@
 """Figures of "Identity Mappings in Deep Residual Networks", arXiv 1603.05027.
 
-Test errors in percent, medians of five runs. None: training failed (an error above 20%).
+Test errors in percent, medians of five runs. None: training failed (error above 20%).
 """
 
 PLACEMENTS = {  # table 2, CIFAR-10: ResNet-110 with basic blocks, ResNet-164 with bottlenecks

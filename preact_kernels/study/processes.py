@@ -1,4 +1,4 @@
-"""Processes of a training run, their devices, and the signals that stop them."""
+"""Processes of a training run, their devices, and signals that stop them."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ class Processes(NamedTuple):
 
     @contextlib.contextmanager
     def group(self, device: torch.device) -> Iterator[None]:
-        """Opens a process group, if there are several processes."""
+        """Opens a process group if there are several processes."""
         if self.world_size == 1 or dist.is_initialized():
             yield
             return
@@ -47,7 +47,7 @@ class Interrupted(Exception):
 
 
 def device_of(name: str | None, processes: Processes) -> torch.device:
-    """Returns the named or the default device; several processes get a GPU each.
+    """Returns the named or the default device; each of several processes gets its own GPU.
 
     Raises:
         ValueError: the device does not exist.
@@ -72,7 +72,7 @@ def device_of(name: str | None, processes: Processes) -> torch.device:
 def stop_signals(received: list[int], processes: Processes) -> Iterator[None]:
     """Appends SIGINT and SIGTERM to `received` instead of ending the process.
 
-    Several processes would receive a signal at different steps: there it ends them at once.
+    With several processes, which would receive a signal at different steps, signals end them.
     """
     if processes.world_size > 1 or threading.current_thread() is not threading.main_thread():
         yield

@@ -23,10 +23,11 @@ RECIPES = {
     "paper": Recipe(epochs=200, batch=128, lr=0.1, warm_up_steps=400),
     "warmup-cosine": Recipe(epochs=30, batch=64, lr=0.1, warm_up_steps=None),
 }
-"""`"paper"` (arXiv 1603.05027): a tenth of the rate for 400 steps, then the rate, divided by 10
-after 32,000 and again after 48,000 steps (epochs 82 and 123 of CIFAR); 200 epochs, as in the
+"""`"paper"` (arXiv 1603.05027): a tenth of the rate for 400 steps, then the full rate, divided by
+10 after 32,000 and again after 48,000 steps (epochs 82 and 123 of CIFAR); 200 epochs, as in the
 authors' code (github.com/KaimingHe/resnet-1k-layers). Runs of other lengths divide after the same
-shares. `"warmup-cosine"`: a linear rise, then half a cosine to zero (arXiv 1608.03983)."""
+shares of the steps. `"warmup-cosine"`: a linear warm-up, then half a cosine to zero
+(arXiv 1608.03983)."""
 _PAPER_MILESTONES = (82 / 200, 123 / 200)
 
 
@@ -100,13 +101,13 @@ def sgd(
     is_captured: bool,
     device: torch.device,
 ) -> torch.optim.SGD:
-    """Returns SGD with a parameter group per item of `groups`; `set_learning_rate` sets the rates.
+    """Returns SGD with one parameter group per `Group`; `set_learning_rate` sets the rates.
 
     Args:
         groups: see `parameter_groups`.
         momentum: momentum of SGD.
         weight_decay: weight decay of all parameters, as in the paper.
-        is_captured: the step runs in a CUDA graph, which reads the rate from a tensor.
+        is_captured: the step runs in a CUDA graph, which needs the rate as a tensor.
         device: device of the parameters.
     """
     options = [
@@ -123,7 +124,7 @@ def sgd(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, groups: list[Group], lr: float) -> None:
-    """Sets the learning rate of every group, in place where it is a tensor."""
+    """Sets the learning rate of each group, in place if it is a tensor."""
     for options, group in zip(optimizer.param_groups, groups, strict=True):
         if isinstance(options["lr"], torch.Tensor):
             options["lr"].fill_(lr * group.factor)

@@ -1,4 +1,4 @@
-"""The report of a training run, in Markdown, with plots."""
+"""Reports of training runs, in Markdown, with plots."""
 
 import datetime
 import platform
@@ -18,7 +18,7 @@ from preact_kernels.study.files import write_atomically
 from preact_kernels.study.training import TrainingRun
 
 _HISTOGRAM_IMAGES = 64
-_HISTOGRAM_BINS = 201  # plots cut off the ends, where few values are
+_HISTOGRAM_BINS = 201  # plots cut off the ends, which have few values
 _WARNINGS = 20  # most warnings in a report
 SIGNALS = {  # columns of `BlockRow` to plot: label, healthy range
     "gradient_norm": ("L2 norm of the gradient", None),
@@ -89,7 +89,7 @@ def stage_histograms(run: TrainingRun) -> dict[str, tuple[list[float], list[floa
 
 
 def plotted(text: str, draw: Callable[..., Path], *args: Any, **options: Any) -> str:
-    """Draws a plot, and returns the report's line that shows it."""
+    """Draws a plot, and returns the line of the report that shows it."""
     try:
         path = draw(*args, **options)
     except plots.NothingToPlotError as error:

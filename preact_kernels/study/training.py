@@ -1,6 +1,6 @@
 """Training runs that can stop at any moment and continue bit for bit.
 
-Everything random depends only on the seed and the step: weights, order and augmentation of the
+All random numbers depend only on the seed and the step: weights, order and augmentation of the
 images (`data.Batches`), and dropout (PyTorch is seeded at each step). Checkpoints store no random
 state, so a run can continue with another number of processes.
 """
@@ -40,7 +40,7 @@ _EVALUATION_BATCH = 256
 
 
 class _Autocast(nn.Module):
-    """A network under autocast."""
+    """Runs a network under autocast."""
 
     def __init__(self, network: nn.Module, device_type: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TrainingRun:
     Raises:
         CheckpointError: the checkpoint in the folder has other options or is damaged.
         FileNotFoundError: there are no images at `config.data`.
-        ValueError: options do not fit each other or the images.
+        ValueError: options contradict each other or do not match the images.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TrainingRun:
         found = checkpoints.load(self.path) if self.path.exists() else None
         if found is not None:
             _check_same_options(self.path, found.get("config"), config)
-        if self.device.type == "cuda":  # for the same bits in every run
+        if self.device.type == "cuda":  # the same bits in every run
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         self.train_images = self._images(train=True)
         self.test_images = self._images(train=False)
@@ -152,7 +152,7 @@ class TrainingRun:
             self.monitor = Monitor(self.unwrapped, config.diagnose_every, blocks=blocks)
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Returns the autocast context that the options ask for."""
+        """Returns the autocast context of the run."""
         if self.config.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
@@ -203,7 +203,7 @@ class TrainingRun:
         step = graphed_step(
             self.model, self._loss, self.optimizer, *self._batch(0), scaler=self.scaler
         )
-        self.correct.copy_(correct)  # leave out the warm-up steps of the capture
+        self.correct.copy_(correct)  # discard the warm-up steps of the capture
         return step
 
     def _uncaptured_step(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -368,7 +368,7 @@ class TrainingRun:
 
         Raises:
             Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
-            OSError: a file cannot be written (a full disk, say); the last checkpoint is kept.
+            OSError: a file cannot be written, such as to a full disk; the last checkpoint is kept.
         """
         config, history = self.config, self.history
         asked_to_stop: list[int] = []
@@ -382,7 +382,7 @@ class TrainingRun:
         with bar, stop_signals(asked_to_stop, self.processes):
             start_s = time.perf_counter() - history.seconds
             logged = self.step
-            if logs is not None and history.losses:  # killed after the checkpoint, before the files
+            if logs is not None and history.losses:  # the run may have stopped before writing logs
                 logs.write(history, self.learning_rates(), self.batches.steps_per_epoch)
             while self.step < self.total_steps:
                 self.one_step()
@@ -415,7 +415,7 @@ class TrainingRun:
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """Returns the seed of a step in a process, in 32 bits, the limit of PyTorch on a CPU."""
+    """Returns the seed of a step in a process, of 32 bits, which PyTorch uses on a CPU."""
     return ((seed * 1_000_003 + step) * 4093 + rank) % 2**32
 
 

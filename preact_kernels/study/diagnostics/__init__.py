@@ -1,4 +1,4 @@
-"""Measurements of signal flow by block: activations, gradients, weights and their updates."""
+"""Measurements of signal flow by block."""
 
 from preact_kernels.study.diagnostics.hooks import blocks_of
 from preact_kernels.study.diagnostics.measurements import (

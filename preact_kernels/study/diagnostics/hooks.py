@@ -1,4 +1,4 @@
-"""Hooks on residual blocks, and the evaluation of the values that they read."""
+"""Hooks on residual blocks, and evaluation of the values that they read."""
 
 import contextlib
 import math
@@ -68,7 +68,7 @@ def checked_blocks(model: nn.Module, blocks: Blocks | None) -> dict[str, nn.Modu
 
 @contextlib.contextmanager
 def unchanged_state(model: nn.Module) -> Iterator[None]:
-    """Restores the model's buffers and torch's random state, bit for bit."""
+    """Restores the model's buffers and torch's random state at the end, bit for bit."""
     buffers = [
         (module, name, t, t.detach().clone())
         for module in model.modules()
@@ -124,7 +124,7 @@ def statistics(name: str, y: Tensor) -> dict[Key, Tensor]:
     """Returns mean and standard deviation of a block's output, on its device."""
     y = y.detach().to(wide(y.dtype))
     mean = y.mean()
-    std = (y - mean).square_().mean().sqrt()  # 3 to 10 times as fast as torch.std_mean on CPUs
+    std = (y - mean).square_().mean().sqrt()  # on CPUs 3 to 10 times as fast as torch.std_mean
     return {("std", name): std, ("mean", name): mean}
 
 
@@ -134,7 +134,7 @@ def weights_of(block: nn.Module) -> list[nn.Parameter]:
 
 
 def _evaluate(norms_of: dict[Key, list[Tensor]], scalars: dict[Key, Tensor]) -> dict[Key, float]:
-    """Returns L2 norms of lists of tensors, and values of 0-d tensors, in one copy to the host."""
+    """Returns L2 norms of lists of tensors, and values of 0-d tensors; copies to the host once."""
     tensors = [t.detach() for ts in norms_of.values() for t in ts]
     values: list[Tensor] = []
     if tensors:
@@ -170,7 +170,7 @@ def rows_of(
         blocks: all blocks.
         gradient_of: returns a parameter's gradient.
         scalars: statistics of the outputs, and norms of their gradients.
-        before: weights and their copies from before the step; None if there was no step.
+        before: weights, with copies from before the step; None if there was no step.
     """
     norms_of: dict[Key, list[Tensor]] = {}
     for name, block in blocks.items():

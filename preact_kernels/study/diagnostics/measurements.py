@@ -43,16 +43,16 @@ def measure(
     blocks: Blocks | None = None,
     step: int = 0,
 ) -> list[BlockRow]:
-    """Measures every block in one forward and backward of `loss_fn(model(x), target)`.
+    """Measures all blocks in one forward and backward of `loss_fn(model(x), target)`.
 
     Gradients (`p.grad`), buffers, torch's random state and the mode of the model do not change.
-    Blocks have hooks during the call, so a `PreActStage` runs them one by one, in mode `"store"`
-    whatever its mode. If a block is called more than once, its first call is measured.
+    Blocks have hooks during the call, so a `PreActStage` calls them one by one, in mode `"store"`.
+    If a block is called more than once, its first call is measured.
 
     Args:
-        model: in the mode (training or evaluation) to measure; `DistributedDataParallel` is
+        model: a model in the mode (training or evaluation) to measure; `DistributedDataParallel` is
             unwrapped, so each process measures its own batch.
-        loss_fn: takes the model's output and the target; returns one element.
+        loss_fn: maps the model's output and the target to a tensor of one element.
         x: input of the model.
         target: target of the loss.
         blocks: modules by name that return a tensor each; None: `blocks_of(model)`.
@@ -62,7 +62,7 @@ def measure(
         A row for each block that was called, in the order of `blocks`; `update_to_weight` is None.
 
     Raises:
-        TypeError: an argument has the wrong type, or a block returns no tensor.
+        TypeError: an argument has the wrong type, or a block does not return a tensor.
         ValueError: there are no blocks, the model calls none of them, the loss has more than one
             element, or the loss depends on no parameter that requires a gradient.
     """
@@ -88,7 +88,7 @@ def measure(
             raise ValueError(f"loss_fn: expected a tensor of one element, got {got}")
         if not parameters or not loss.requires_grad:
             raise ValueError("model: expected a loss that depends on parameters, got a constant")
-        # Unlike `backward`, this does not change `p.grad` and runs no hooks of its accumulation.
+        # Unlike `backward`, does not change `p.grad` or run hooks of gradient accumulation.
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
     gradients = {id(p): g for p, g in zip(parameters, found, strict=True)}
     return rows_of(step, blocks, lambda p: gradients.get(id(p)), scalars)
@@ -109,14 +109,14 @@ class _BeforeStep(NamedTuple):
 
 
 class Monitor:
-    """Measures every block at training steps 1, `every`, 2 `every`, 3 `every`, and so on.
+    """Measures all blocks at training steps 1, `every`, 2 `every`, 3 `every`, and so on.
 
-    Training gives the same bits with and without it. At these steps `before_step` copies the
-    weights and runs one more forward without gradients; hooks read the outputs of the blocks. Then
-    it restores buffers and torch's random state. The step itself has no hooks on blocks: stages
-    keep their memory mode, and a captured CUDA graph may be replayed. `activation_gradient_norm` is
-    None. Gradients are `p.grad` after the step, unscaled and clipped, as the optimizer used them;
-    None counts as zero.
+    Does not change the results of training, bit for bit. At these steps `before_step` copies the
+    weights and runs one more forward without gradients, with hooks that read the outputs of the
+    blocks; then it restores buffers and torch's random state. The step itself runs without hooks:
+    stages keep their memory mode, and a captured CUDA graph can be replayed.
+    `activation_gradient_norm` is None. Gradients are `p.grad` after the step, unscaled and clipped,
+    as the optimizer used them; None counts as zero.
 
     Around an ordinary training loop::
 
@@ -165,11 +165,11 @@ class Monitor:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step is to be measured."""
+        """Whether to measure the next step."""
         return self.step == 0 or (self.step + 1) % self.every == 0
 
     def before_step(self, *args: Any, **kwargs: Any) -> None:
-        """Measures `model(*args, **kwargs)` if the next step is due and not yet measured."""
+        """Measures `model(*args, **kwargs)` if the next step is due and not measured yet."""
         if self._before is not None or not self.is_due:
             return
         scalars: dict[Key, Tensor] = {}
@@ -187,7 +187,7 @@ class Monitor:
         self._before = _BeforeStep(scalars, weights)
 
     def after_step(self) -> None:
-        """Counts a step of the optimizer; adds rows and warnings if `before_step` measured it."""
+        """Counts an optimizer step; adds rows and warnings if `before_step` measured it."""
         self.step += 1
         if self._before is None:
             return
@@ -221,7 +221,7 @@ class Monitor:
             called = called.module  # called with the input on the right device
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is not called:  # deep copies of the model have the hook too
+            if module is not called:  # deep copies of the model also have the hook
                 return
             if module.training and torch.is_grad_enabled() and not _is_recorded():
                 self.before_step(*args, **kwargs)
@@ -249,23 +249,23 @@ class Monitor:
         self.detach()
 
     def write_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes `rows` with `write_csv`."""
+        """Writes `rows` as CSV."""
         write_csv(path, self.rows)
 
 
 def _is_recorded() -> bool:
-    """Whether calls are being compiled or captured, not run."""
+    """Whether calls are being compiled or captured instead of run."""
     if torch.compiler.is_compiling():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def identity_test(model: nn.Module, x: Tensor, *, blocks: Blocks | None = None) -> dict[str, bool]:
-    """Whether blocks return their input when the last convolution of their branch is zero.
+    """Tests whether blocks return their input if the last convolution of the branch is zero.
 
-    `True`: `block(x) == x` for every element (-0.0 equals 0.0), as with full pre-activation. Biases
-    of norms are set to random numbers, as after training: with zero biases a branch that ends with
-    a norm would be zero too. Runs a copy of the model in training mode.
+    True if `block(x) == x` for all elements (-0.0 equals 0.0), as with full pre-activation. Biases
+    of norms are set to random numbers, as after training: with zero biases, a branch that ends with
+    a norm would also be zero. Runs a copy of the model in training mode.
 
     Args:
         model: a network of `PreActBlock`s, `ResidualBlock`s or blocks with a `last_conv`.
@@ -284,7 +284,7 @@ def identity_test(model: nn.Module, x: Tensor, *, blocks: Blocks | None = None) 
     result: dict[str, bool] = {}
 
     def keep(name: str, args: tuple[Any, ...]) -> None:
-        inputs.setdefault(name, args[0].clone())  # the block may write into its input
+        inputs.setdefault(name, args[0].clone())  # the block may change its input
 
     def compare(name: str, y: Tensor) -> None:
         if y.shape == inputs[name].shape:
@@ -329,7 +329,7 @@ def histograms(
         model: a network with blocks named `stages.<i>.<j>`.
         x: input of the model.
         bins: bins of equal width, from `-limit` to `limit`.
-        limit: values beyond it are not counted; None: the largest magnitude in each stage.
+        limit: larger magnitudes are not counted; None: the largest magnitude in each stage.
 
     Returns:
         Counts `[bins]` and edges `[bins + 1]` by stage (`"stages.0"`), on the CPU.

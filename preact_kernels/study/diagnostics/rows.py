@@ -19,7 +19,7 @@ class BlockRow(NamedTuple):
         name: name of the module.
         stage: number of the stage, from 1, if the name ends with `stages.<i>.<j>`; else 0.
         activation_mean: mean of all elements of the block's output.
-        activation_std: standard deviation of all elements (squares divided by their number).
+        activation_std: standard deviation of all elements, without Bessel's correction.
         activation_gradient_norm: L2 norm of d loss / d output; None if not measured.
         gradient_norm: L2 norm of the gradients of all parameters of the block.
         weight_norm: L2 norm of the weights before the step.
@@ -42,13 +42,13 @@ class BlockRow(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """Limits; `warnings_of` reports a block outside of them.
+    """Limits for `warnings_of`.
 
     Attributes:
-        gradient_to_weight_low: below, a block may be dead. Healthy ratios are 1e-3 to 1e-2.
-        gradient_to_weight_high: above, a block may be unstable.
-        activation_std_low: below, the signal may vanish.
-        activation_std_high: above, the signal may explode.
+        gradient_to_weight_low: below it, a block may be dead. Healthy ratios are 1e-3 to 1e-2.
+        gradient_to_weight_high: above it, a block may be unstable.
+        activation_std_low: below it, the signal may vanish.
+        activation_std_high: above it, the signal may explode.
     """
 
     gradient_to_weight_low: float = 1e-4
@@ -138,12 +138,12 @@ def warnings_of(rows: Iterable[BlockRow], thresholds: Thresholds | None = None) 
 
 
 def write_csv(path: str | os.PathLike[str], rows: Iterable[BlockRow]) -> None:
-    """Writes rows to a file that appears complete or not at all."""
+    """Writes rows to a CSV file, atomically."""
     write_atomically(path, csv_text(BlockRow._fields, rows))
 
 
 def read_csv(path: str | os.PathLike[str]) -> list[BlockRow]:
-    """Reads rows that `write_csv` wrote.
+    """Reads the rows of a file by `write_csv`.
 
     Raises:
         ValueError: the file has other columns, or a value is not a number.

@@ -1,8 +1,8 @@
 """Plots of training runs and of their cost, as PNG files.
 
-Each function writes the file `path` and returns `path`. Values that cannot be drawn are left out
-and counted in a footnote; the legend marks a label without values. Without any value to draw,
-`NothingToPlotError` (a `ValueError`) is raised.
+Each function writes the file `path` and returns `path`. Values that cannot be drawn are omitted and
+counted in a footnote; the legend marks labels without values. If no value can be drawn, raises
+`NothingToPlotError` (a `ValueError`).
 """
 
 import math
@@ -47,13 +47,13 @@ def plot_losses(
     smooth: int = 0,
     log: bool | None = None,
 ) -> Path:
-    """Plots training losses: the median over seeds as a line, their range as a band.
+    """Plots training losses: the median over seeds as a line, the range as a band.
 
     Args:
         curves: label -> runs (one per seed), each a sequence of (step, loss).
         path: the PNG file.
         smooth: points in the moving mean of each run; above 1, raw points are drawn faintly.
-        log: whether the axis of losses is logarithmic; None: depends on their range.
+        log: use a log axis for losses; None: depends on their range.
 
     Raises:
         ValueError: no point is finite.
@@ -130,11 +130,11 @@ def plot_cost_against_depth(
     memory_mib: Mapping[str, Mapping[int, float]],
     path: Path,
 ) -> Path:
-    """Plots the time of a training step and the memory kept for backward against depth.
+    """Plots the time of a training step and the memory saved for backward against depth.
 
     Args:
         times_ms: label -> depth -> milliseconds per step.
-        memory_mib: label -> depth -> MiB kept for backward.
+        memory_mib: label -> depth -> MiB saved for backward.
         path: the PNG file.
 
     Raises:
@@ -181,7 +181,7 @@ def plot_bars(
     Args:
         values: label -> values, one per seed; the first label is at the top.
         path: the PNG file.
-        ylabel: label of the values' axis, which is horizontal.
+        ylabel: label of the horizontal axis, the axis of values.
         reference: label -> the paper's value, drawn as a diamond.
 
     Raises:
@@ -243,7 +243,7 @@ def plot_training(
         losses: (step, loss) pairs.
         path: the PNG file.
         learning_rates: (step, learning rate) pairs.
-        steps_per_epoch: None: the last step of `losses` is the end of the last epoch.
+        steps_per_epoch: steps per epoch; None: the last epoch ends at the last step of `losses`.
 
     Raises:
         ValueError: no loss is finite.
@@ -251,7 +251,7 @@ def plot_training(
     check_any("losses", (v for _, v in losses), "at least one finite loss")
     if steps_per_epoch is None:
         steps_per_epoch = max(s for s, _ in losses) / epochs[-1]["epoch"] if epochs else 1.0
-    scale = 1 / (steps_per_epoch or 1.0)  # steps are drawn in epochs, on the shared axis
+    scale = 1 / (steps_per_epoch or 1.0)  # the shared axis counts epochs
     figure = new_figure((8.5, 6.8))
     rate, loss, accuracy = figure.subplots(3, 1, sharex=True, height_ratios=(1, 2.6, 2.2))
 

@@ -15,8 +15,8 @@ from preact_kernels.study.plots.parts import Look, save_png
 _SHORTCUT_X, _BRANCH_X = 0.55, 1.5
 _COLUMN = 2.45  # width of a placement's drawing
 _BOX_WIDTH, _BOX_HEIGHT, _RADIUS = 1.0, 0.30, 0.14
-_ROW = 0.56  # from one layer to the next
-_TOP = 0.95  # position of the input; names are above it
+_ROW = 0.56  # distance between layers
+_TOP = 0.95  # position of the input, below the names
 
 _GREY = "#B8BCC2"
 _FUSED = "#CFE8D5"
@@ -55,7 +55,7 @@ def branch_layers(placement: Placement) -> tuple[str, ...]:
 
 
 def fused_chains(placement: Placement) -> list[range]:
-    """Returns ranges of `branch_layers` that run fused: norm, activation, maybe convolution."""
+    """Returns ranges of `branch_layers` that run fused: norm, activation [, convolution]."""
     layers = branch_layers(placement)
     chains = []
     for i in range(len(layers) - 1):
@@ -65,7 +65,7 @@ def fused_chains(placement: Placement) -> list[range]:
 
 
 def fuses_addition(placement: Placement) -> bool:
-    """Whether the last chain also adds the shortcut: the branch ends with a convolution."""
+    """Whether the last chain also adds the shortcut, as the branch ends with a convolution."""
     return not placement.behind
 
 
@@ -121,7 +121,7 @@ def _shade(axes: Axes, left: float, right: float, top: float, bottom: float) -> 
 
 
 def _draw_placement(axes: Axes, left: float, name: str, placement: Placement, end: float) -> None:
-    """Draws a block in a column that begins at `left`; its output is at the height `end`."""
+    """Draws a block in the column at `left`, with its output at height `end`."""
     shortcut, branch = left + _SHORTCUT_X, left + _BRANCH_X
     layers = branch_layers(placement)
     heights = [_TOP + (i + 1.1) * _ROW for i in range(len(layers))]

@@ -17,7 +17,7 @@ from preact_kernels.study.files import write_atomically
 Points = Sequence[tuple[float, float]]
 Look = dict[str, Any]  # matplotlib's options of a line or text
 
-# Okabe and Ito's colours for the colour-blind, with brown in place of yellow.
+# Okabe and Ito's colours for the colour-blind, with brown instead of yellow, and more.
 COLORS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"),
     *("#56B4E9", "#000000", "#8C6D31", "#999999", "#5E3C99"),
@@ -36,7 +36,7 @@ def save_png(figure: Figure, path: Path) -> Path:
 
 
 def style(index: int) -> Look:
-    """Returns colour, marker and line of the label at a position."""
+    """Returns colour, marker and line style of the label with this index."""
     return {
         "color": COLORS[index % len(COLORS)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -47,7 +47,7 @@ def style(index: int) -> Look:
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """Returns a figure of `size` inches; its parts do not overlap."""
+    """Returns a figure of `size` inches with a layout without overlaps."""
     figure = Figure(figsize=size, layout="constrained")
     figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.08)
     return figure
@@ -61,7 +61,7 @@ def add_legend(axes: Axes, handles: Sequence[Any] | None = None) -> None:
 
 
 def note_left_out(figure: Figure, count: int, what: str) -> None:
-    """Adds a footnote with the number of points that are not drawn, if there are any."""
+    """Adds a footnote with the number of points that are not drawn, if any."""
     if count:
         noun = "1 point is" if count == 1 else f"{count:,} points are"
         text = f"{noun} left out: {what}"
@@ -114,7 +114,7 @@ def label_log_ticks(axis: Axis, low: float, high: float) -> None:
 
 
 def scale_y(axes: Axes, values: Iterable[float], log: bool | None = None) -> None:
-    """Sets a log or linear y axis; `log=None`: log for positive values of a wide range."""
+    """Sets a log or linear y axis; `log=None`: log if values are positive with a wide range."""
     finite = [v for v in values if math.isfinite(v)]
     if log is None:
         log = min(finite) > 0 and max(finite) / min(finite) > _LOG_RATIO
@@ -143,16 +143,16 @@ def finite_points(points: Points) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plottable(values: Sequence[float], log: bool) -> np.ndarray:
-    """Returns the values as an array; NaN: the axis cannot show the value."""
+    """Returns the values as an array, with NaN for values that the axis cannot show."""
     array = np.array(values, dtype=float)
     array[~np.isfinite(array) | ((array <= 0) if log else False)] = math.nan
     return array
 
 
 def marked(values: np.ndarray, offset: int) -> list[int]:
-    """Returns the indices that get a marker: all of up to 30 points, else about 12.
+    """Returns the indices with a marker: all of up to 30 points, else about 12.
 
-    Points without neighbours always get one.
+    Points without neighbours always have a marker.
     """
     shown = np.isfinite(values)
     around = np.concatenate([[False], shown, [False]])
@@ -163,7 +163,7 @@ def marked(values: np.ndarray, offset: int) -> list[int]:
 
 
 def draw_runs(axes: Axes, label: str, runs: Sequence[Points], smooth: int, index: int) -> int:
-    """Draws the median over runs, their range and faint raw points; counts points left out."""
+    """Draws the median over runs, the range, and faint raw points; returns the omitted points."""
     look = style(index)
     at_step: dict[float, list[float]] = {}
     left_out = 0
@@ -198,7 +198,7 @@ def _apart(depths: Sequence[int], spacing: float) -> list[int]:
 
 
 def depth_axis(axes: Axes, depths: Iterable[int]) -> None:
-    """Makes a log axis of depths with a tick at each; labels that would overlap are left out."""
+    """Makes a log axis with a tick at each depth; labels that would overlap are omitted."""
     ticks = sorted(set(depths))
     axes.set_xscale("log")
     low, high = ticks[0] / 1.12, ticks[-1] * 1.12

@@ -29,7 +29,7 @@ from preact_kernels.study.plots.parts import (
     style,
 )
 
-Histogram = tuple[Sequence[float], Sequence[float]]  # counts of n bins, n + 1 edges
+Histogram = tuple[Sequence[float], Sequence[float]]  # n counts, n + 1 edges
 
 
 def _draw_stages(axes: Axes, boundaries: Sequence[int], blocks: int) -> None:
@@ -51,7 +51,7 @@ def _block_axes(
     healthy: tuple[float, float] | None,
     boundaries: Sequence[int],
 ) -> tuple[Axes, list[np.ndarray]]:
-    """Returns axes for values by block, and the values; NaN: cannot be shown."""
+    """Returns axes for values by block, and the values, with NaN if they cannot be shown."""
     arrays = [plottable(values, log=True) for values in series]
     shown = [float(v) for array in arrays for v in array]
     check_any("values", shown, "a positive finite value")
@@ -84,7 +84,7 @@ def plot_by_block(
 ) -> Path:
     """Plots a measurement against the number of the block, on a log axis.
 
-    Points that the axis cannot show are left out and counted in a footnote.
+    Points that the axis cannot show are omitted and counted in a footnote.
 
     Args:
         series: label -> values of blocks 1, 2, ...
@@ -130,7 +130,7 @@ def plot_by_block_over_time(
     steps = sorted(rows)
     series = [rows[s] for s in steps]
     axes, arrays = _block_axes(figure, series, ylabel, healthy, boundaries)
-    # Viridis without its yellow end: too pale on white.
+    # Viridis without its yellow end, which is too pale on white.
     shades = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)))
     span = max(1, steps[-1] - steps[0])
     scale = ScalarMappable(Normalize(steps[0], steps[0] + span), shades)
@@ -171,17 +171,17 @@ def _central(density: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
 
 
 def plot_histograms(histograms: Mapping[str, Mapping[str, Histogram]], path: Path) -> Path:
-    """Plots densities, a row per label and a column per stage; a column shares its axes.
+    """Plots densities: a row per label, a column per stage with shared axes.
 
-    The x axes leave out 0.05% of the values at either end of each histogram. The log axes of the
-    densities begin at a thousandth of the lowest peak: after a ReLU, most values are zero.
+    The x axes omit 0.05% of the values at both ends of each histogram. The log axes of densities
+    begin at a thousandth of the lowest peak: after a ReLU, most values are zero.
 
     Args:
-        histograms: label -> stage -> (counts of n bins, n + 1 edges).
+        histograms: label -> stage -> (n counts, n + 1 edges).
         path: the PNG file.
 
     Raises:
-        ValueError: no histogram has a count, or edges do not fit counts.
+        ValueError: no histogram has a count, or the numbers of edges and counts do not match.
     """
     stages = list(dict.fromkeys(stage for row in histograms.values() for stage in row))
     panels = {
