@@ -1,1 +1,1 @@
-"""Conversion of other people's models: finds BN-ReLU-Conv chains and runs them fused."""
+"""Conversion of existing models: finds norms, activations and convolutions, and fuses them."""

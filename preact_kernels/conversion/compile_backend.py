@@ -1,4 +1,4 @@
-"""The `torch.compile` backend "preact_kernels": fuses Dynamo's graph, then hands it to Inductor."""
+"""The `torch.compile` backend "preact_kernels": fuses Dynamo's graph, then calls Inductor."""
 
 import logging
 from collections import Counter
@@ -30,9 +30,9 @@ def compile_fused(
 ) -> Callable:
     """Compiles a graph from Dynamo with its BN-ReLU-Conv chains fused.
 
-    `convert` matches chains at each call; here they are matched once, at compilation, because
-    Dynamo's guards ensure that a graph fits each of its calls. What ran fused, and why the rest did
-    not, is logged at level INFO.
+    `convert` matches chains at each call. Here they are matched once, at compilation, since
+    Dynamo's guards ensure that a graph fits its calls. Logs what is fused, and why the rest is not,
+    at level INFO.
 
     Args:
         graph: a graph from Dynamo.
@@ -50,7 +50,7 @@ def compile_fused(
     memory = others.pop("memory", "store")
     check_memory(memory, None, None, 1)
     if _has_volumes_of_any_size(example_inputs):
-        # Inductor cannot order the symbolic strides of images that it prefers in channels_last.
+        # To prefer channels_last, Inductor would have to order symbolic strides, and cannot.
         others.setdefault("layout_optimization", False)
     if others:
         inductor_options["config_patches"] = others
@@ -70,12 +70,12 @@ def _has_volumes_of_any_size(inputs: Sequence[Any]) -> bool:
 
 
 def counted(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Counts the norms of a graph by what they ran as and the reason."""
+    """Counts the norms of a graph by fused operation and reason."""
     return dict(Counter(", ".join(filter(None, (o.into, o.reason))) for o in outcomes))
 
 
 def fused_graph(graph: fx.GraphModule, memory: str, outcomes: list[Outcome]) -> fx.GraphModule:
-    """Returns a graph that runs `graph` in a region; a run sets `outcomes`, one for each norm."""
+    """Returns a graph that runs `graph` in a region; a run sets `outcomes`, one per norm."""
     outputs = next(n for n in graph.graph.nodes if n.op == "output").args[0]
 
     def run_in_region(*inputs: Any) -> Any:
@@ -101,8 +101,8 @@ def fused_graph(graph: fx.GraphModule, memory: str, outcomes: list[Outcome]) -> 
 class _Interpreter(fx.Interpreter):
     """Runs a graph in a region.
 
-    A custom autograd function does not pass on the gradient of a deferred tensor: what may call one
-    gets computed tensors, and runs outside of the region.
+    Functions that may call a custom autograd function get computed tensors, and run outside of the
+    region: an autograd function does not pass on the gradient of a deferred tensor.
     """
 
     def __init__(self, graph: fx.GraphModule, region: Region) -> None:

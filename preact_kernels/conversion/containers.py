@@ -1,4 +1,4 @@
-"""Tensors in lists, tuples and dictionaries of any class; no method of these classes is called."""
+"""Tensors in lists, tuples, dictionaries and subclasses, without calling overridden methods."""
 
 import dataclasses
 import types
@@ -12,7 +12,7 @@ CONTAINERS = list, tuple, dict
 
 
 def items(value: Any) -> Iterable[Any]:
-    """Returns what a list, a tuple or a dictionary holds."""
+    """Returns the items of a list or tuple, or the values of a dictionary."""
     if isinstance(value, list):
         return list.__iter__(value)
     if isinstance(value, tuple):
@@ -26,8 +26,8 @@ def tensors(values: Iterable[Any], in_objects: bool = False) -> list[Tensor]:
     """Returns the tensors in values, also in lists, tuples and dictionaries.
 
     Args:
-        values: anything.
-        in_objects: whether to look into attributes and deques too; see `replaced`.
+        values: any values.
+        in_objects: also look into deques and attributes, as `replaced` does.
     """
     found: list[Tensor] = []
     waiting = [*values]
@@ -54,8 +54,8 @@ def mapped(function: Callable[[Tensor], Any], value: Any, parents: tuple[int, ..
     """Applies a function to the tensors in a value, also in lists, tuples and dictionaries.
 
     Returns:
-        `value` if `function` returned all tensors themselves; else a copy, with plain lists and
-        dictionaries for those of other classes.
+        `value` if `function` returned all tensors unchanged; else a copy, with plain lists and
+        dictionaries instead of subclasses.
     """
     kind = type(value)
     if issubclass(kind, Tensor):
@@ -73,9 +73,9 @@ def mapped(function: Callable[[Tensor], Any], value: Any, parents: tuple[int, ..
 
 
 def replaced(function: Callable[[Tensor], Any], value: Any, parents: tuple[int, ...] = ()) -> Any:
-    """Does what `mapped` does, but changes lists, dictionaries and attributes in place.
+    """Like `mapped`, but changes lists, dictionaries and attributes in place.
 
-    Tuples with other tensors are copied. Attributes are those of containers, of data classes and of
+    Tuples with changed tensors are copied. Looks into attributes of containers, data classes and
     `SimpleNamespace`.
     """
     kind = type(value)
@@ -116,11 +116,11 @@ def _keys(value: dict) -> list[Any]:
 
 
 def _tuple_like(value: tuple, given: list[Any]) -> tuple:
-    """Returns a tuple of the class of `value`; its constructor does not run."""
+    """Returns a tuple of the class of `value`, without calling its constructor."""
     kind = type(value)
     try:
         result = tuple.__new__(kind, given)
-    except TypeError:  # a class in C, such as those of `torch.return_types`
+    except TypeError:  # a class in C, as in `torch.return_types`
         return kind(given)
     if attributes := getattr(value, "__dict__", None):
         result.__dict__.update(attributes)

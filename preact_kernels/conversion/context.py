@@ -54,13 +54,13 @@ class Context(NamedTuple):
         return self.stream is None or torch.cuda.current_stream(self.device) == self.stream
 
     def entered_in_backward(self) -> contextlib.AbstractContextManager:
-        """Runs its body in these modes, but with the current hooks of saved tensors."""
+        """Enters these modes, but keeps the current hooks of saved tensors."""
         hooks = torch_compat.top_saved_tensor_hooks()
         return self._replace(saved_tensor_hooks=hooks).entered()
 
     @contextlib.contextmanager
     def entered_above_autograd(self) -> Iterator[None]:
-        """Runs its body in these modes; autograd records it, even in `__torch_dispatch__`."""
+        """Enters these modes; autograd records operations even in `__torch_dispatch__`."""
         is_cast = self.autocast_dtype is not None
         is_below = self.is_inference or not self.has_grad
         kind = self.device.type if is_cast else None
@@ -70,7 +70,7 @@ class Context(NamedTuple):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Runs its body in these modes."""
+        """Enters these modes."""
         now = Context.current(self.device)
         if now == self:
             yield

@@ -35,7 +35,7 @@ from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage, check_memory
 from preact_kernels.ops.dispatch import experimental_backend, warn_of_experimental
 
-# Fused without conversion.
+# Modules that run fused without conversion.
 OWN = (BNReLU2d, BNReLUConv2d, NormAct, NormActConv, PreActBlock, PreActStage)
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -50,29 +50,29 @@ def convert(
 ) -> _Model:
     """Makes a model run its norms, activations, convolutions and residual additions fused.
 
-    The model's forwards do not change. In a forward, norms and the activations, convolutions and
-    additions after them are deferred until something else reads a result; then they run fused
-    where possible. Outputs, gradients and running statistics equal plain PyTorch; parameters,
-    buffers, modules and classes do not change. `convert` registers forward hooks on every module
-    that contains or calls a norm. `conversion_report` says what ran fused in the last call, and why
-    the rest did not.
+    The model's `forward` methods do not change. In a forward, norms and the activations,
+    convolutions and additions after them are deferred until something else reads a result; then
+    they run fused where possible. Outputs, gradients and running statistics equal plain PyTorch;
+    parameters, buffers, modules and classes do not change. `convert` registers forward hooks on all
+    modules that contain or call a norm. `conversion_report` lists what ran fused in the last call,
+    and why the rest did not.
 
     Consecutive residual blocks of batch norms and ReLUs become one autograd node, as in
     `PreActStage`. A second call replaces the arguments of the first.
 
     Args:
         model: any module; it is changed in place.
-        memory: `"store"`, `"rebuild"` or `"checkpoint"`: what residual blocks of batch norms and
-            ReLUs save for backward, as in `PreActStage`. With `"checkpoint"`, other blocks save
-            less too: the backward computes the tensors between their units again.
-        activations: names of activations that PyTorch does not see into, such as custom autograd
-            functions: a dictionary from classes of modules, autograd functions and operators of
-            `torch.ops` to names as in `pk.group_norm_act`. Their values and gradients must be
-            those of the activation.
+        memory: `"store"`, `"rebuild"` or `"checkpoint"`: the memory mode of residual blocks of
+            batch norms and ReLUs, as in `PreActStage`. With `"checkpoint"`, other blocks also save
+            less: the backward computes the tensors between their units again.
+        activations: names for activations that `convert` does not recognise, such as custom
+            autograd functions: a dictionary from classes of modules, autograd functions and
+            operators of `torch.ops` to names as in `pk.group_norm_act`. Values and gradients must
+            be equal to the named activation.
         example_inputs: arguments of a call: a tensor, a tuple, or a dictionary of keywords. If
             given, copies of the model run on them, plain and converted, in training and evaluation,
-            in the model's dtype and in float64, with the same random numbers. A part of the model
-            with outputs, gradients or buffers that differ by more than rounding is not converted,
+            in the model's dtype and in float64, with the same random numbers. Parts of the model
+            with outputs, gradients or buffers that differ by more than rounding are not converted,
             and the report says why.
 
     Returns:
@@ -97,7 +97,7 @@ def convert(
 
 
 def _convert_with(conversion: Conversion, model: nn.Module) -> None:
-    """Does what `convert` does, for checked arguments."""
+    """`convert` for checked arguments."""
     for module in model.modules():
         if _opens_region(module):
             module.__dict__[CONVERSION] = conversion
@@ -113,9 +113,9 @@ def _give_back(module: nn.Module, reason: str) -> None:
 def _differing_parts(
     model: nn.Module, conversion: Conversion, example: Example
 ) -> tuple[list[str], str]:
-    """Returns the modules that must run plain on the example, and the difference without that.
+    """Returns a minimal set of modules that must run plain on the example, and the reason.
 
-    With these modules plain, the converted model equals the plain model; with fewer it does not.
+    With these modules plain, the converted model equals the plain model.
     """
     for name in _experimental_backends(model):  # the comparison hides warnings
         warn_of_experimental(name)
@@ -134,7 +134,7 @@ def _differing_parts(
         return verifier.difference(converted)
 
     def reduced(parts: list[str], group: list[str]) -> list[str]:
-        """Returns `parts` without the modules of `group` that may run converted."""
+        """Removes the modules of `group` that can run converted from `parts`."""
         rest = [name for name in parts if name not in group]
         if not difference(rest):
             return rest
@@ -169,7 +169,7 @@ def _parts_of(model: nn.Module, name: str) -> list[str]:
 
 
 def revert(model: _Model) -> _Model:
-    """Undoes `convert`, in place: no hook and no attribute of it stays.
+    """Undoes `convert` in place, and removes its hooks and attributes.
 
     Use it before `torch.compile` for inference. Modules of this package do not change.
 
@@ -195,10 +195,10 @@ def revert(model: _Model) -> _Model:
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """Lists every norm of a model: whether its last call ran fused, in what, or why not.
+    """Lists all norms of a model: whether the last call ran fused, into what, or why not.
 
     Args:
-        model: any module that has been called; it does not change.
+        model: a module that has been called; it does not change.
 
     Returns:
         A sequence of `Site`s with `name`, `fused` and `reason`; it prints as a table.
@@ -244,7 +244,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
 
 
 def _experimental_backends(model: nn.Module) -> Iterator[str]:
-    """Yields the names of experimental backends that run a model where it is now."""
+    """Yields the names of experimental backends that run a model on its current devices."""
     placed = {(p.device.type, p.dtype) for p in model.parameters()}
     yield from filter(None, starmap(experimental_backend, placed))
 
@@ -269,7 +269,7 @@ def _opens_region(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def fuse(memory: str = "store") -> Iterator[None]:
-    """Runs all code on this thread as if `convert` had converted it, while the context is open.
+    """Context manager that runs all code of this thread as if converted by `convert`.
 
     Args:
         memory: as in `convert`.

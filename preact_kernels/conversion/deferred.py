@@ -20,17 +20,17 @@ from preact_kernels.torch_compat import disable_torch_function
 
 
 class Operation(NamedTuple):
-    """The function of a node, in PyTorch's own operators."""
+    """The function of a node, in PyTorch's operators."""
 
     name: str
-    run: Callable[..., Tensor]  # takes the node's settings, then its inputs
+    run: Callable[..., Tensor]  # arguments: the node's settings, then its inputs
     is_activation: bool = False
     is_sum: bool = False
     precedes_activation: bool = False  # an activation usually follows
 
 
 class Node:
-    """One operation that is not computed yet.
+    """A deferred operation.
 
     Attributes:
         region: the region that recorded the node.
@@ -44,18 +44,18 @@ class Node:
         needs_grad: whether the result requires a gradient.
         state: `_state` of the inputs when the node was recorded.
         user: the first node that reads the result.
-        other_users: the other nodes that read the result.
+        other_users: other nodes that read the result.
         spare: a deferred tensor for an activation of the result.
-        spare_activation: the activation that took it.
-        placed_by: the node for which the autograd function was called that returned the result's
-            deferred tensor; None: this node.
-        reference: a reference to the result's deferred tensor, while there is one.
+        spare_activation: the activation that uses `spare`.
+        placed_by: the node whose call of `_DeferredFunction` returned the result's deferred tensor;
+            None: this node.
+        reference: a reference to the result's deferred tensor, while it exists.
         memory: memory mode of a stage that begins with this batch norm.
         is_view: whether the result is an autograd view in plain PyTorch.
         is_done: whether the node was computed, alone or in a fused operation.
-        value: the result, from its computation until nothing needs it.
-        meta_result: the result on the meta device, an instance of the subclass of Tensor that plain
-            PyTorch returns; None: a plain tensor. Its class and attributes are read.
+        value: the result, while it is needed.
+        meta_result: for a subclass of Tensor, the result on the meta device, with the class and
+            attributes of plain PyTorch; None: a plain tensor.
         instance: `value` as an instance of that subclass, if the deferred tensor cannot become it.
         is_changed: whether `value` was changed in place with gradients enabled, while the tensor
             was deferred.
@@ -95,7 +95,7 @@ class Node:
         self.needs_grad = needs_grad
         for i in inputs:
             if type(i) is Node:
-                # No tuple for a single user: the garbage collector visits every object.
+                # A single user needs no tuple, which the garbage collector would visit.
                 if i.user is None:
                     i.user = self
                 else:
@@ -108,11 +108,11 @@ class Node:
 
     @property
     def result(self) -> Tensor:
-        """The computed result that the program sees."""
+        """The computed result for the program."""
         return cast(Tensor, self.value if self.instance is None else self.instance)
 
     def release(self) -> None:
-        """Drops references that only a pending node needs: they form cycles."""
+        """Drops references that only a pending node needs, since they form cycles."""
         self.user, self.other_users, self.spare = None, (), None
 
     @property
@@ -121,7 +121,7 @@ class Node:
         return self.reference is not None and self.reference() is not None
 
     def check_inputs(self) -> None:
-        """Raises if an input was changed in place or swapped outside of the region's view."""
+        """Raises if an input was changed in place or swapped without the region noticing."""
         if _state(self.inputs) != self.state:
             raise RuntimeError(
                 f"the input of a deferred {self.operation.name} was modified by an inplace "
@@ -140,12 +140,12 @@ def _state(inputs: Sequence[Any]) -> list[int]:
 
 
 def _place(t: Tensor) -> int:
-    """Returns what `set_` changes of an inference tensor, which has no version."""
+    """Returns the address of an inference tensor's memory, as it has no version."""
     return t.data_ptr() if type(t) is Tensor else -1
 
 
 class Deferred(Tensor):
-    """A tensor without storage for the result of a node; reading its values computes it."""
+    """A tensor without storage for the result of a node. Reading its values computes it."""
 
     preact_node: Node
 
@@ -153,8 +153,8 @@ class Deferred(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Computes the arguments, then calls `func`; used where no region is active."""
         given = args, kwargs or {}
-        if not has_deferred(given):  # an object of another class holds it
-            with disable_torch_function():  # code in C++ computes it
+        if not has_deferred(given):  # the deferred tensor is in an object of another class
+            with disable_torch_function():  # `__torch_dispatch__` computes it
                 return func(*args, **given[1])
         return called(func, given, *computed_arguments(given, func))
 
@@ -179,18 +179,18 @@ _CHANGED = (
 class _DeferredFunction(torch.autograd.Function):
     """Gives deferred tensors their place in the autograd graph.
 
-    Returns a deferred tensor for the result of `node`. For a norm it returns another one for the
-    activation that may follow: one call is cheaper than two.
+    Returns a deferred tensor for the result of `node`, and for a norm another one for an activation
+    that may follow, since one call is cheaper than two.
 
-    Backward runs only if such a tensor was passed to code that no region sees, such as a custom
-    autograd function. It computes the node again, in plain operators. Computed results have a graph
-    of their own.
+    Backward runs only if a deferred tensor was passed to code outside of regions, such as a custom
+    autograd function. It computes the node again, in plain operators. Computed results have their
+    own graph.
     """
 
     @staticmethod
     def forward(ctx, node, in_place, *tensors):
         ctx.node = node
-        # Same as `set_materialize_grads` and `mark_dirty`, without the cost of their calls.
+        # Equals `set_materialize_grads` and `mark_dirty`, without the overhead of calls.
         ctx.materialize_grads = False
         if in_place:
             ctx.dirty_tensors = tensors[:1]
@@ -225,7 +225,7 @@ class _DeferredFunction(torch.autograd.Function):
         return None, None, *found
 
 
-# Skips the checks for transforms in `Function.apply`: no region records under transforms.
+# Skips checks for transforms in `Function.apply`, as regions do not record under transforms.
 _apply_deferred = super(torch.autograd.Function, _DeferredFunction).apply
 
 
@@ -252,10 +252,10 @@ def recomputed(node: Node) -> Tensor:
 
 
 def _input_values_in_backward(node: Node) -> list[Tensor]:
-    """Returns `_input_values`; computes each value once per backward."""
+    """`_input_values`, but computes each value once per backward."""
     found, backward = node.region.recomputed, torch_compat.backward_id()
     if backward not in found:
-        found.clear()  # values of a backward that failed
+        found.clear()  # an earlier backward may have failed
         if all(_value(i, {}) is not None for i in node.inputs):
             return _input_values(node, {})
         torch_compat.call_after_backward(lambda: found.pop(backward, None))
@@ -263,7 +263,7 @@ def _input_values_in_backward(node: Node) -> list[Tensor]:
 
 
 def _input_values(node: Node, values: dict[Node, Tensor]) -> list[Tensor]:
-    """Computes a node's inputs in plain operators; `values` receives intermediate results."""
+    """Computes a node's inputs in plain operators; adds intermediate results to `values`."""
     waiting = [i for i in node.inputs if isinstance(i, Node)]
     while waiting:
         last = waiting[-1]
@@ -298,7 +298,7 @@ class _WithHistory(torch.autograd.Function):
 
 
 def has_own_history(t: Deferred) -> bool:
-    """Whether `t` has its node's gradient: no other autograd function returned it."""
+    """Whether the gradient of `t` is its node's, not another autograd function's."""
     node = t.preact_node
     if node.region.is_traced:
         return True
@@ -324,7 +324,7 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
 
     Args:
         node: a new node.
-        tensors: the tensors that the program passed as its inputs.
+        tensors: the inputs, as the program passed them.
         in_place: the first of `tensors`, a deferred tensor, becomes the result.
     """
     source: Any = node.inputs[0]
@@ -346,7 +346,7 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
             source.spare_activation = node.settings
             if in_place:
                 torch_compat.swap_tensor_impl(result, spare)
-                # Code in C++ that holds the batch norm's result now refers to `spare`.
+                # C++ code that holds the norm's result now refers to `spare`.
                 spare.preact_node = source
                 source.reference = Reference(spare)
             else:
@@ -361,12 +361,12 @@ def deferred_result(node: Node, tensors: Sequence[Tensor], in_place: bool = Fals
 def called(func: Callable, given: tuple, args: tuple, kwargs: dict) -> Any:
     """Calls `func` with computed arguments.
 
-    In its result, the values of deferred arguments become these arguments again, as in-place
-    functions return them.
+    If the result contains computed values of deferred arguments, as of in-place functions, it
+    gets the arguments themselves.
 
     Args:
         func: the function.
-        given: the arguments and the keyword arguments before they were computed.
+        given: the original arguments and keyword arguments.
         args: the computed arguments.
         kwargs: the computed keyword arguments.
     """
@@ -388,23 +388,23 @@ def called(func: Callable, given: tuple, args: tuple, kwargs: dict) -> Any:
 
 
 def has_deferred(values: Iterable[Any]) -> bool:
-    """Whether values are deferred tensors, or lists, tuples or dictionaries with some."""
+    """Whether values are deferred tensors, or lists, tuples or dictionaries that contain some."""
     return any(isinstance(t, Deferred) for t in tensors(values))
 
 
 def computed_arguments(value: Any, reader: object) -> Any:
-    """Returns `value` with all deferred tensors in lists, tuples and dictionaries computed.
+    """Computes all deferred tensors in `value`, in lists, tuples and dictionaries.
 
-    The tensors become plain tensors where possible; else the returned containers are copies with
-    the results.
+    The tensors become plain tensors where possible; otherwise the returned containers are copies
+    with the results.
     """
     return mapped(lambda t: compute(t, reader) if isinstance(t, Deferred) else t, value)
 
 
 def compute(t: Deferred, reader: object) -> Tensor:
-    """Computes a deferred tensor; returns `t` if it became a plain tensor, else the result."""
+    """Computes a deferred tensor; returns `t` if it becomes a plain tensor, else the result."""
     node = object.__getattribute__(t, "__dict__").get("preact_node")
-    if node is None:  # another thread has computed it
+    if node is None:  # another thread computed it
         return t
     with node.region.lock:
         if isinstance(t, Deferred):
@@ -424,9 +424,9 @@ def retry_plain(t: Deferred) -> None:
 
 
 def become_plain(t: Deferred) -> None:
-    """Makes a computed `t` a plain tensor, or the instance of a subclass, that plain PyTorch gives.
+    """Makes a computed `t` the plain tensor, or instance of a subclass, of plain PyTorch.
 
-    Not if code in C++ holds it.
+    Does not change `t` if C++ code holds it.
     """
     node = t.preact_node
     if node.region.is_traced:
@@ -444,11 +444,11 @@ def become_plain(t: Deferred) -> None:
             node.value, node.instance = value, None
         if node.meta_result is not None and node.instance is None:
             node.instance = _instance_of(cast(Tensor, node.value), node.meta_result)
-            # Later operations read the tensor that the program has.
+            # Later operations read the program's tensor.
             node.value = node.instance.as_subclass(Tensor)
         result = node.result
         if torch_compat.exchange(t, result):
-            # Attributes that the program set.
+            # Keep attributes that the program set.
             t.__dict__.update(object.__getattribute__(result, "__dict__"))
             del t.preact_node
             result = t

@@ -36,14 +36,13 @@ from preact_kernels.ops.dropout import drawn
 
 FIRST |= {Tensor.add_, Tensor.__iadd__, Tensor.contiguous}
 
-# What a fused operation can activate.
+# Operations before an activation that can run fused with it.
 _ACTIVATED = (NORM, SCALE, SHIFT)
-# The threshold of softplus.
-_THRESHOLD = 20
+_THRESHOLD = 20  # of softplus
 
 
 def _number(value: Any) -> float | None:
-    """A finite Python number as a float; None for anything else."""
+    """Converts a finite Python number to float; returns None for other values."""
     if not isinstance(value, float | int) or isinstance(value, bool):
         return None
     try:
@@ -54,7 +53,7 @@ def _number(value: Any) -> float | None:
 
 
 def _plain(name: str) -> Callable:
-    """Arguments of functions that may have an argument `inplace`."""
+    """Returns a function of arguments, for activations with at most an argument `inplace`."""
     activation = activation_of(name)
     return lambda input, inplace=False: (input, activation, inplace)
 
@@ -65,9 +64,9 @@ def _always_in_place(name: str) -> Callable:
 
 
 def _with_parameter(name: str, value: object, is_in_place: object) -> tuple[Any, object]:
-    """An activation with a parameter, and whether it runs in place; None if it is not served."""
+    """An activation with a parameter, or None if it is not served, and whether it is in place."""
     number = _number(value)
-    if number is None or (is_in_place and number < 0):  # PyTorch's backward refuses that
+    if number is None or (is_in_place and number < 0):  # PyTorch's backward refuses these
         return None, is_in_place
     return Activation(name, number), is_in_place
 
@@ -163,7 +162,7 @@ def _no_dropout(region: Any, x: Any, p: Any, training: object) -> Any:
     arguments=lambda input, p=0.5, training=True, inplace=False: (input, p, training, inplace),
 )
 def _record_dropout(region: Any, x: Any, p: Any, training: object, in_place: object) -> Any:
-    """Draws the elements that are kept; what is deferred is the product."""
+    """Draws the mask, and defers the product."""
     if _no_dropout(region, x, p, training) is x:
         return x
     is_plain = type(p) in (float, int) and training is True and type(in_place) is bool
@@ -185,7 +184,7 @@ def _record_dropout(region: Any, x: Any, p: Any, training: object, in_place: obj
 
 
 def _is_per_sample(node: Node, t: Any, region: Any) -> bool:
-    """Whether `t` has one value for each channel, or for each image and channel, of a node."""
+    """Whether `t` has one value per channel, or per image and channel, of a node."""
     if type(t) not in region.tensor_types or t.dim() != len(node.shape):
         return False
     n, channels = node.shape[:2]
@@ -224,7 +223,7 @@ def _record_add(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
 
 
 def _keeps_strides(node: Node, t: Tensor) -> bool:
-    """Whether a result has the node's strides if `t`, `[N, C, 1, ...]`, is the first operand."""
+    """Whether a result has the strides of the node if `t [N, C, 1, ...]` is the first operand."""
     is_broadcast = all(size > 1 for size in node.shape[2:])
     return is_broadcast and (t.stride(0) > t.stride(1) or t.shape[0] < node.shape[0])
 
@@ -248,7 +247,7 @@ def _record_per_sample(region: Any, operation: Any, a: Any, b: Any, in_place: bo
     arguments=lambda input, other, *, alpha=None: (input, other, alpha),
 )
 def _add_in_place(region: Any, x: Any, other: Any, alpha: Any) -> Any:
-    if not isinstance(x, Deferred):  # a checkpoint's recomputation must not count a batch again
+    if not isinstance(x, Deferred):  # a recomputation of a checkpoint must not count a batch again
         is_counted = torch_compat.is_recomputing() and region.owners.is_batch_count(x)
         return x if is_counted else NotImplemented
     return NotImplemented if alpha is not None else _record_add(region, x, other, in_place=True)
@@ -280,7 +279,7 @@ def _mul_in_place(region: Any, a: Any, b: Any) -> Any:
 
 
 def _is_sigmoid_of(y: Any, x: Any) -> bool:
-    """Whether `y` is the sigmoid of `x`: their product is `silu(x)`."""
+    """Whether `y` is the sigmoid of `x`, so that their product is `silu(x)`."""
     node = y.preact_node
     is_sigmoid = node.operation is ACTIVATION and node.settings.name == "sigmoid"
     return is_sigmoid and node.inputs[0] is x.preact_node
@@ -295,7 +294,7 @@ def _record_div(region: Any, x: Any, other: Any) -> Any:
 
 
 def _record_number(region: Any, func: Callable, x: Any, number: Any) -> Any:
-    """Defers a product with a number."""
+    """Defers a product with, or a quotient by, a number."""
     if not is_pending(x) or _number(number) is None:
         return NotImplemented
     node = x.preact_node
@@ -348,8 +347,8 @@ def _cast(region: Any, x: Any, dtype: object) -> Any:
 def _record_contiguous(region: Any, x: Any, memory_format: object) -> Any:
     """Returns the input if it is contiguous, as PyTorch does.
 
-    The copy of a channels_last image that a pending norm saves is deferred: a convolution of the
-    copy may read, and save, the image itself.
+    Defers the copy of a channels_last image that a pending norm saves, since a convolution of the
+    copy may read and save the image itself.
     """
     if memory_format is not torch.contiguous_format:
         return NotImplemented

@@ -1,7 +1,7 @@
-"""Computes recorded nodes: matches run fused, other nodes in PyTorch's own operators.
+"""Computes recorded nodes: matches run fused, other nodes in PyTorch's operators.
 
-Kernels work on NHWC. In an NCHW model, the input of fused operations is converted once, their
-intermediate results stay in NHWC, and results that the program reads are converted back.
+Kernels work on NHWC. In an NCHW model, inputs of fused operations are converted once, intermediate
+results stay in NHWC, and results that the program reads are converted back.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from preact_kernels.ops.unit import ConvArguments
 MEMORY = "preact_memory"  # attribute of a stage's first batch norm: the memory mode
 
 _IDENTITY = Activation("identity")
-# What a backward may compute again after a fused operation.
+# Operations after a fused operation that a backward may compute again.
 _REPEATED = (SCALE, SHIFT, ACTIVATION, PAD, CALL, CONV)
 
 # Runs consecutive blocks. Arguments: the blocks, their input, the module of the first batch norm
@@ -58,12 +58,12 @@ _FEW_CHANNELS = 16
 
 
 def execute(region: Any, nodes: Sequence[Node], reader: object) -> None:
-    """Computes `nodes` in order, and notes in `region` what ran fused.
+    """Computes `nodes` in order, and records in `region` what ran fused.
 
     Args:
         region: the region that recorded the nodes.
         nodes: pending nodes, and all pending nodes that they read.
-        reader: the function that reads the results, or a text for the report.
+        reader: the function that reads the results, or a description for the report.
     """
     for node in nodes:
         node.check_inputs()
@@ -74,7 +74,7 @@ def execute(region: Any, nodes: Sequence[Node], reader: object) -> None:
 
 
 def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match]:
-    """Returns all matches, also those of single nodes that run plain, ordered by dependencies."""
+    """Adds matches of single nodes that run plain; ordered by dependencies."""
     ends = {m.end: m for m in matches}
     replaced = {n for m in matches for n in m.nodes}
     left = [n for n in nodes if n in ends or n not in replaced]
@@ -119,12 +119,12 @@ class _Execution:
         self._reads = Counter(i for s in steps for i in s.inputs)
         self._saves_output = False  # whether the last step may have saved its result
         self._in_nhwc = any(s.name for s in steps)
-        self._saved = {s.inputs[0] for s in steps if s.name}  # that fused operations save
-        # A custom autograd function may have taken a result, which its backward computes again from
-        # what PyTorch's operators would save.
+        self._saved = {s.inputs[0] for s in steps if s.name}  # inputs that fused operations save
+        # The backward of a custom autograd function may compute nodes again, from values that
+        # PyTorch's operators would save.
         self._is_in_function = region.is_in_function()
         self._recomputation = Recomputation()
-        # A compiler decides itself what it computes again.
+        # A compiler decides what it computes again.
         is_checkpoint = any(s.nodes[0].memory == "checkpoint" for s in steps if s.name)
         self._may_recompute = (
             is_checkpoint and not region.is_traced and torch_compat.has_saved_tensor_hooks()
@@ -134,10 +134,10 @@ class _Execution:
         try:
             for step in self._steps:
                 inputs = [self._input(i, step) for i in step.inputs]
-                # PyTorch does not bump the versions of running statistics that it updates.
+                # PyTorch does not bump the versions of running statistics when it updates them.
                 statistics = tuple(t for n in step.nodes for t in tracked_statistics(n))
                 reading: Any = contextlib.nullcontext()
-                if self._may_recompute and not step.blocks:  # stages have memory modes of their own
+                if self._may_recompute and not step.blocks:  # stages apply the memory mode
                     reading = self._recomputation.reading(zip(step.inputs, inputs, strict=True))
                 with torch_compat.without_new_version(statistics), reading:
                     y = self._values[step.end] = self._result(step, inputs)
@@ -158,7 +158,7 @@ class _Execution:
         t: Any = value.value if isinstance(value, Node) else value
         saves_input = not step.name and step.end.operation in (CONV, CALL)
         if t is not None and saves_input and (value not in self._saved or _is_unsafe(step.end)):
-            return t  # a copy in NHWC would be saved in addition
+            return t  # a copy in NHWC would be saved, too
         if isinstance(value, Node):
             t = self._values.get(value, t)
         if not self._in_nhwc or _is_nhwc(t):
@@ -168,7 +168,7 @@ class _Execution:
         return self._converted[value]
 
     def _copied(self, value: Node | Tensor, t: Tensor, values: Tensor | None = None) -> Tensor:
-        """Returns a tensor in NHWC; `values` has its values in NHWC, if they are known."""
+        """Converts a tensor to NHWC; `values` are its values in NHWC, if known."""
         copy = _ToChannelsLast.apply(t, values)
         if self._may_recompute and t.requires_grad:
             found, context = self._recomputation.find(value, t), self._steps[0].end.context
@@ -207,10 +207,10 @@ class _Execution:
         return preact_stage(blocks, inputs[0], step.end.dtype, MemoryMode(name))
 
     def _recompute(self, step: Match, inputs: list[Tensor], y: Tensor) -> None:
-        """Lets backward compute `y` again, if it is an inner tensor of a block.
+        """Lets backward compute `y` again if it is an inner tensor of a block.
 
-        That is what one later step alone reads, between a block's input and its addition, or an
-        activation. The input of a fused operation is saved in any case.
+        Inner tensors lie between a block's input and its addition. They are activations, or have a
+        single reader among the steps. Inputs of fused operations are saved in any case.
         """
         end = step.end
         if not self._may_recompute or len(inputs) > 1 or not y.requires_grad:
@@ -230,10 +230,10 @@ class _Execution:
             self._recomputation.add(end, again, y)
 
     def _may_share(self, contiguous: Node) -> bool:
-        """Whether a copy in another memory format may be the tensor itself.
+        """Whether to use a tensor itself instead of a copy in another memory format.
 
-        Only operations of this execution read it, and a norm saves the tensor: after a change of
-        the tensor in place, a backward through the norm raises in plain PyTorch too.
+        Only operations of this execution may read the copy, and a norm must save the tensor: then a
+        backward after an in-place change of the tensor also raises in plain PyTorch.
         """
         source = contiguous.inputs[0]
         is_saved = any(
@@ -251,7 +251,7 @@ class _Execution:
                 inputs = [inputs[0].contiguous()]
             if isinstance(node.settings.norm, InstanceNorm) and not node.channels_last:
                 inputs = [_WithNCHWGradients.apply(inputs[0])]
-            # A checkpoint that runs the forward again does not update statistics a second time.
+            # The recomputation of a checkpoint must not update statistics again.
             updates = not torch_compat.is_recomputing()
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
         if node.operation is CONTIGUOUS and self._may_share(node):
@@ -261,7 +261,7 @@ class _Execution:
         return node.operation.run(node.settings, *inputs, *rest)
 
     def _store(self, node: Node, y: Tensor) -> None:
-        """Keeps a result that is read later, and gives the program its tensor."""
+        """Keeps a result that later steps read, and fills the program's tensor."""
         if not self._reads[node]:
             del self._values[node]
         if not self._is_read_outside(node):
@@ -274,7 +274,7 @@ class _Execution:
         if is_nchw:
             y = _contiguous(y, self._saves_output)
         elif node.channels_last:
-            # The program may change it in place.
+            # The program may change the output in place.
             y = y.clone() if self._saves_output and y.requires_grad else layout.nhwc(y)
         else:
             y = _with_plain_strides(y)
@@ -282,7 +282,7 @@ class _Execution:
         if held is not None:
             become_plain(held)
         if self._reads[node]:
-            # Later steps read the tensor that the program has.
+            # Later steps read the program's tensor.
             value = node.value
             self._values[node] = self._copied(node, value, inside) if is_nchw else value
 
@@ -297,7 +297,7 @@ def _batch_norm(unit: Unit) -> BatchNorm:
 
 def _conv(unit: Unit) -> ConvArguments:
     weight, *bias = cast(Sequence[Tensor], unit.conv.inputs[1:])
-    if unit.bias is not None:  # in a dtype that the result's holds exactly
+    if unit.bias is not None:  # its dtype converts to the result's without rounding
         bias = [cast(Tensor, unit.bias.inputs[1]).flatten().to(weight.dtype)]
     stride, padding, dilation, groups = unit.conv.settings.conv
     if unit.pads:
@@ -306,7 +306,7 @@ def _conv(unit: Unit) -> ConvArguments:
 
 
 class _UnitCall(NamedTuple):
-    """A unit, or a norm and activation alone, as a function of NHWC tensors."""
+    """A unit, or a norm and activation, as a function of NHWC tensors."""
 
     norm: NormArguments
     activation: Activation
@@ -317,7 +317,6 @@ class _UnitCall(NamedTuple):
 
     @staticmethod
     def of(step: Match) -> "_UnitCall":
-        """Returns the call of a match."""
         unit = step.units[0] if step.units else None
         found = cast(Activated, step.activated if unit is None else unit.activated)
         scale, shift = (
@@ -331,7 +330,6 @@ class _UnitCall(NamedTuple):
         return _UnitCall(_norm(found.norm), activation, scale, shift, conv, mask)
 
     def run(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Runs it."""
         conv, scale_shift = self.conv, self._scale_shift(x)
         if conv is None:
             return norm_act_of(x, self.norm, self.activation, scale_shift, channels_last=True)
@@ -341,7 +339,7 @@ class _UnitCall(NamedTuple):
         )
 
     def again(self) -> "_UnitCall":
-        """Returns the call that a backward makes: it updates no running statistics."""
+        """Returns the call for a backward, which does not update running statistics."""
         norm = self.norm
         if not isinstance(norm, GroupNorm) and norm.training:
             norm = norm._replace(running_mean=None, running_var=None, momentum=0.0)
@@ -361,7 +359,7 @@ class _UnitCall(NamedTuple):
 
 
 def _call_again(step: Match) -> Callable[[Tensor], Tensor] | None:
-    """Returns what computes a step again in a backward, or None: its result is saved."""
+    """Returns a function that computes a step again in a backward, or None to save its result."""
     node = step.end
     if step.name:
         call = None if step.blocks else _UnitCall.of(step)
@@ -373,7 +371,7 @@ def _call_again(step: Match) -> Callable[[Tensor], Tensor] | None:
 
 
 def _is_unsafe(node: Node) -> bool:
-    """Whether a node is a convolution that may corrupt memory if PyTorch runs it in NHWC."""
+    """Whether a node is a convolution that may corrupt memory in NHWC; see `_FEW_CHANNELS`."""
     if node.operation is not CONV:
         return False
     weight = cast(Tensor, node.inputs[1])
@@ -388,14 +386,14 @@ def _is_unsafe(node: Node) -> bool:
 def _crashes(norm: Node, x: Tensor) -> bool:
     """Whether PyTorch's backward of a norm crashes if the norm runs in NHWC.
 
-    The backward of group norm does, on a CPU, if only weight and bias need gradients.
+    This happens to group norms on a CPU if only weight and bias need gradients.
     """
     is_group_norm = isinstance(norm.settings.norm, GroupNorm)
     return is_group_norm and not norm.channels_last and x.is_cpu and not x.requires_grad
 
 
 def _is_nhwc(t: Tensor) -> bool:
-    """Whether a tensor has a channels_last order; sequences `[N, C, L]` as images of one row."""
+    """Whether a tensor is channels_last; sequences `[N, C, L]` count as images of one row."""
     return layout.is_channels_last(t.unsqueeze(2) if t.dim() == 3 else t)
 
 
@@ -404,7 +402,7 @@ def _nhwc(t: Tensor) -> Tensor:
 
 
 def _contiguous(y: Tensor, is_saved: bool) -> Tensor:
-    """Returns `y` in NCHW, with the same place in the autograd graph."""
+    """Converts `y` to NCHW, without adding to the autograd graph where possible."""
     if not y.requires_grad or is_saved or type(y) is not Tensor or y._is_view():
         return _with_plain_strides(y)
     y.data = _with_plain_strides(y.detach())
@@ -412,7 +410,7 @@ def _contiguous(y: Tensor, is_saved: bool) -> Tensor:
 
 
 def _with_plain_strides(y: Tensor) -> Tensor:
-    """Returns `y` with the strides of a new NCHW tensor, also for axes of size 1."""
+    """Converts `y` to the strides of a new NCHW tensor, also for axes of size 1."""
     strides = [1]
     for size in y.shape[:0:-1]:
         strides.insert(0, strides[0] * size)
@@ -422,7 +420,7 @@ def _with_plain_strides(y: Tensor) -> Tensor:
 
 
 class _WithNCHWGradients(torch.autograd.Function):
-    """Returns an image in NCHW; gradients of its gradient are in NCHW too.
+    """Converts an image to NCHW; its gradient, and gradients of its gradient, are also in NCHW.
 
     The second derivative of PyTorch's instance norm may be wrong for one image in another format.
     """
@@ -440,7 +438,7 @@ class _WithNCHWGradients(torch.autograd.Function):
 class _ToChannelsLast(torch.autograd.Function):
     """Converts an NCHW tensor to channels_last; its gradient is NCHW, as in plain PyTorch.
 
-    The second argument holds its values in channels_last, if they are known.
+    The second argument has its values in channels_last, if known.
     """
 
     @staticmethod

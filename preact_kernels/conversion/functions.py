@@ -36,7 +36,7 @@ METADATA_FUNCTIONS: tuple[Callable, ...] = (
     ),
 )
 
-# Functions that return memory, which other code may then change.
+# Functions that expose the memory of a tensor, which other code may then change.
 _EXPOSING = {"__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage"}
 _IN_PLACE_NAMES = {
     *("__delitem__", "__set__", "__setitem__"),

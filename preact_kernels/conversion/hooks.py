@@ -1,4 +1,4 @@
-"""Forward hooks of converted modules: they open and close regions."""
+"""Forward hooks of converted modules, which open and close regions."""
 
 import contextlib
 import sys
@@ -25,11 +25,11 @@ from preact_kernels.conversion.report import Outcome
 from preact_kernels.kernels.contract import Activation
 
 _KEY: Any = "preact_kernels"  # key of the hooks in a module's dictionaries
-GIVEN_BACK = "preact_given_back"  # attribute of a module that must run plain: the reason
+GIVEN_BACK = "preact_given_back"  # attribute of a module that must run plain, with the reason
 
 
 class Conversion:
-    """Arguments of `Region` that all modules of a converted model share."""
+    """Arguments of `Region` shared by all modules of a converted model."""
 
     def __init__(self, memory: str = "store", activations: NamedActivations | None = None) -> None:
         self.memory = memory
@@ -40,12 +40,12 @@ class Conversion:
 
 # Outcomes of the last call of each norm.
 outcomes: weakref.WeakKeyDictionary[nn.Module, list[Outcome]] = weakref.WeakKeyDictionary()
-# `Owners` of each module that opened a region.
+# `Owners` by the module that opened a region.
 _owners: weakref.WeakKeyDictionary[nn.Module, Owners] = weakref.WeakKeyDictionary()
 
 
 def add_hooks(module: nn.Module) -> None:
-    """Adds the hooks under a name: PyTorch's numbers may collide after unpickling."""
+    """Adds the hooks under a name, since PyTorch's numbers may collide after unpickling."""
     for name, hook in (("_forward_pre_hooks", _enter), ("_forward_hooks", _leave)):
         hooks = getattr(module, name)
         hooks[_KEY] = hook
@@ -71,12 +71,12 @@ class _Call(NamedTuple):
     is_outermost: bool  # whether it opened the region
     frame: types.FrameType  # frame that called the module
     outer_memory: str  # memory mode to restore
-    handles: list[Any]  # what `remove` takes away from its children
+    handles: list[Any]  # of hooks and forwards of children, with a method `remove`
     norms: list[nn.SyncBatchNorm]  # children with a `SyncForward`
 
 
 class _Calls(threading.local):
-    """The converted modules that run on this thread, the outermost first."""
+    """The converted modules that are running on this thread, outermost first."""
 
     def __init__(self) -> None:
         self.stack: list[_Call] = []
@@ -86,7 +86,7 @@ _calls = _Calls()
 
 
 def is_inert() -> bool:
-    """Whether PyTorch transforms the code that runs, or global module hooks exist."""
+    """Whether PyTorch traces or transforms the running code, or global module hooks exist."""
     return (
         torch.jit.is_tracing()
         or torch_compat.is_exporting()
@@ -97,7 +97,7 @@ def is_inert() -> bool:
 
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Runs before each forward of a converted module: the outermost one opens a region."""
+    """Runs before each forward of a converted module; the outermost module opens a region."""
     if torch.compiler.is_compiling() or _KEY not in module._forward_hooks:
         return  # `_leave` would not run
     abandon_interrupted()
@@ -143,7 +143,7 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
         return None
     if stack[-1].module is not module and all(c.module is not module for c in stack):
         return None
-    # A checkpoint stops its recomputation with an exception once it has all saved tensors.
+    # A checkpoint ends its recomputation with an exception once it has all saved tensors.
     is_stopped = output is None and torch_compat.is_recomputing()
     while stack[-1].module is not module:
         _close(stack.pop(), is_stopped)
@@ -158,7 +158,7 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
 
 
 def _with_values(output: Any) -> Any:
-    """Returns `output` with the values of deferred tensors that could not become plain tensors."""
+    """Replaces deferred tensors that could not become plain tensors by their values."""
     return replaced(lambda t: t.preact_node.result if isinstance(t, Deferred) else t, output)
 
 
@@ -188,8 +188,8 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
 def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) -> list[Any]:
     """Adds hooks to children that need ordinary tensors, and replaces named activations.
 
-    Children with backward hooks compute their inputs and results, because the hooks pass them to
-    C++. Children that are compiled, have fast paths or must run plain run outside of the region.
+    Inputs and results of children with backward hooks are computed, as the hooks pass them to C++.
+    Children that are compiled, have fast paths or must run plain run outside of the region.
     """
     handles: list[Any] = []
     waiting = list(module._modules.values())
@@ -234,7 +234,7 @@ def _outside(child: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-# If functions are overridden, these modules compute other values for padding.
+# While functions are overridden, these modules skip fast paths that give other values for padding.
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
@@ -255,9 +255,9 @@ def _resume(module: nn.Module, args: tuple, output: Any) -> None:
 
 
 class CompiledCall:
-    """Calls a module that `nn.Module.compile` compiled outside of the region around it.
+    """Runs a module compiled by `nn.Module.compile` outside of the region around it.
 
-    Hooks would be compiled with the module. The replaced call stays after the region ends, because
+    Hooks would be compiled with the module. The replaced call stays after the region ends, since
     other threads may call the module.
     """
 
@@ -320,7 +320,7 @@ def _has_other_hooks(module: nn.Module) -> bool:
 
 
 def _make_plain(value: Any, reader: str) -> None:
-    """Computes the deferred tensors in a value."""
+    """Computes deferred tensors in a value."""
     for t in tensors([value], in_objects=True):
         if isinstance(t, Deferred):
             compute(t, reader)

@@ -1,4 +1,4 @@
-"""Finds tensors that are held only by variables which no running function reads again.
+"""Finds tensors that only variables hold which no running function reads again.
 
 In `a = self.bn(x); b = F.relu(a); return self.conv(b).mean()` the variables `a` and `b` hold their
 tensors while `mean` runs, but nothing reads them again.
@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-# Names in functions that may read all their variables, and all variables of their callers.
+# Names in functions that may read all their variables, or all variables of their callers.
 _READERS = frozenset(("locals", "vars", "dir", "eval", "exec"))
 _READERS_OF_CALLERS = frozenset(("f_locals", "_getframe", "currentframe"))
-_OPTIMIZED = 1  # CO_OPTIMIZED: the code of functions, which keep no dictionary of variables
+_OPTIMIZED = 1  # CO_OPTIMIZED: code of a function, without a dictionary of variables
 
 
 class Reference(weakref.ref):
-    """A weak reference for this package alone; Python shares plain ones to the same tensor."""
+    """A weak reference used only here; Python shares plain weak references to an object."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ def unread(tensors: Sequence[Tensor], outer: types.FrameType | None = None) -> l
 
     Args:
         tensors: tensors with one `Reference` each; the caller holds them only in this sequence.
-        outer: a frame that, like its callers, has no variable with one of the tensors.
+        outer: a frame; it and its callers have no variables with these tensors.
     """
     holders = [0] * len(tensors)
     if not holders:
@@ -58,7 +58,7 @@ def unread(tensors: Sequence[Tensor], outer: types.FrameType | None = None) -> l
 
 
 def _is_held_by(tensors: Sequence[Tensor], i: int, variables: int) -> bool:
-    """Whether exactly this number of variables, and nothing else, holds a tensor."""
+    """Whether exactly `variables` variables, and nothing else, hold a tensor."""
     return (
         variables > 0
         and _references(tensors, i) == _OWN_REFERENCES + variables
@@ -71,7 +71,7 @@ def _references(values: Sequence[object], i: int) -> int:
     return sys.getrefcount(values[i])
 
 
-_OWN_REFERENCES = _references([object()], 0)  # references of the sequence and of the call
+_OWN_REFERENCES = _references([object()], 0)  # by the sequence and the call
 
 
 def _is_watched() -> bool:
@@ -85,7 +85,7 @@ def _is_watched() -> bool:
 
 
 def _frames(outer: types.FrameType | None) -> Iterator[types.FrameType]:
-    """Yields the frames inside of `outer` of functions that read variables only by name."""
+    """Yields frames below `outer`, of functions that read variables only by name."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame is not outer:
         names = frame.f_code.co_names
@@ -104,7 +104,7 @@ def live_variables(code: types.CodeType, offset: int) -> frozenset[str]:
         code: code of the function.
         offset: offset of the running instruction.
     """
-    shared = (*code.co_cellvars, *code.co_freevars)  # other functions may read these
+    shared = (*code.co_cellvars, *code.co_freevars)  # nested functions may read these
     instructions = list(dis.get_instructions(code))
     at = {instruction.offset: i for i, instruction in enumerate(instructions)}
     following = [_following(instructions, i, at) for i in range(len(instructions))]
@@ -124,7 +124,7 @@ def live_variables(code: types.CodeType, offset: int) -> frozenset[str]:
 
 
 def _before(instruction: dis.Instruction, live: frozenset[str]) -> frozenset[str]:
-    """Returns the variables that are live before an instruction; `live`: after it."""
+    """Returns the variables live before an instruction, given those live after it."""
     name, value = instruction.opname, instruction.argval
     if "_FAST" not in name:
         return live
@@ -138,7 +138,7 @@ def _before(instruction: dis.Instruction, live: frozenset[str]) -> frozenset[str
 def _following(
     instructions: Sequence[dis.Instruction], i: int, at: dict[int, int]
 ) -> Iterable[int]:
-    """Returns the instructions that may run after instruction `i`, unless it raises."""
+    """Returns the instructions that may run after instruction `i` if it does not raise."""
     own, following = instructions[i], []
     if i + 1 < len(instructions) and not _ends(own.opname):
         following.append(i + 1)
@@ -157,7 +157,7 @@ def _ends(name: str) -> bool:
 def _handlers(
     instructions: Sequence[dis.Instruction], following: Sequence[Iterable[int]], at: dict[int, int]
 ) -> Iterator[int]:
-    """Yields the instructions where exception handlers begin: no other instruction leads there."""
+    """Yields the first instructions of exception handlers, which no other instruction leads to."""
     reached, waiting = {0}, [0]
     while waiting:
         new = set(following[waiting.pop()]) - reached

@@ -34,7 +34,7 @@ _ACTIVATIONS = {
 
 
 class Activated(NamedTuple):
-    """A norm, what scales and shifts it, and an activation."""
+    """A norm, and optionally a scale, a shift and an activation."""
 
     norm: Node
     scale: Node | None = None
@@ -51,7 +51,7 @@ class Activated(NamedTuple):
 
     @property
     def is_batch_norm_relu(self) -> bool:
-        """Whether this is a plain batch norm and a ReLU."""
+        """Whether this is a batch norm and a ReLU without scale and shift."""
         activation = self.activation
         return (
             activation is not None
@@ -63,7 +63,7 @@ class Activated(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Names the functions in reports."""
+        """Name for reports."""
         parts = [_NORMS[type(self.norm.settings.norm)]]
         if self.scale is not None:
             parts.append("Scale")
@@ -76,14 +76,14 @@ class Activated(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A norm and what follows it up to a convolution, with zero padding before the convolution."""
+    """A norm, activation, dropout, zero padding and convolution."""
 
     activated: Activated
     dropout: Node | None
     pads: tuple[Node, ...]
-    padding: tuple[int, ...]  # pixels that `pads` add at each side of each axis
+    padding: tuple[int, ...]  # pixels that `pads` add at both sides of each axis
     conv: Node
-    bias: Node | None  # adds a value to each channel after a convolution without a bias
+    bias: Node | None  # addition of a bias after a convolution without a bias
 
     @property
     def norm(self) -> Node:
@@ -111,12 +111,12 @@ class Unit(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Names the functions in reports."""
+        """Name for reports."""
         return f"{self.activated.name}{'' if self.dropout is None else '-Dropout'}-Conv"
 
 
 class Block(NamedTuple):
-    """Consecutive units, with a shortcut (`add` is not None) or without."""
+    """Consecutive units, with a shortcut if `add` is not None."""
 
     units: tuple[Unit, ...]
     projection: Unit | None
@@ -127,14 +127,14 @@ class Match(NamedTuple):
     """Nodes that run fused, or one node that runs plain.
 
     Attributes:
-        name: name in the report; empty: the node runs plain.
-        nodes: all nodes; if they run fused, the first one is a norm.
+        name: name in the report; empty if the node runs plain.
+        nodes: all nodes; if they run fused, the first node is a norm.
         end: the node of the output.
         inputs: images that the match reads.
-        units: all units, projections included; empty for a norm and activation alone.
+        units: all units, including projections; empty for a norm and activation alone.
         blocks: consecutive blocks in one autograd node; empty for a unit, or a norm and activation.
         activated: a norm and activation alone.
-        reason: why these run without a convolution; empty: the reader of `execute` reads them.
+        reason: why `activated` runs without a convolution; empty: because of `execute`'s reader.
     """
 
     name: str
@@ -158,7 +158,7 @@ def _block_match(*blocks: Block) -> Match:
 
 
 def _joined_match(matches: Sequence[Match]) -> Match:
-    """Returns one match for a run of blocks; each block reads the output of the previous one."""
+    """Joins matches of blocks that each read the output of the previous block."""
     first = matches[0]
     if not first.blocks or first.blocks[0].add is None:
         return first
@@ -182,16 +182,16 @@ def _is_wanted(node: Node) -> bool:
 
 
 class Matcher:
-    """Finds which of `nodes`, in the order of their recording, run fused."""
+    """Finds the nodes that run fused; `nodes` are in the order of recording."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._order = {n: i for i, n in enumerate(nodes)}
-        self._activated: dict[Node, Activated] = {}  # by norm, if they may run fused
+        self._activated: dict[Node, Activated] = {}  # candidates for fusion, by norm
         self._refused: dict[Node, str] = {}
         self._added: set[Node] = set()  # additions that are part of a match
 
     def match(self) -> tuple[list[Match], dict[Node, str]]:
-        """Returns the matches, and for each other norm the reason why it is in no match."""
+        """Returns the matches, and for each other norm why it is not in a match."""
         for node in self._order:
             if node.operation is NORM:
                 activated = self._activated_by(node)
@@ -223,7 +223,7 @@ class Matcher:
         return readers[0]
 
     def _activated_by(self, norm: Node) -> Activated | str:
-        """Returns what runs fused with a norm, or the reason why nothing does."""
+        """Returns the nodes that can run fused with a norm, or why there are none."""
         found = Activated(norm)
         reader = self._only_reader(norm)
         if reader is None:
@@ -243,7 +243,7 @@ class Matcher:
         return found
 
     def _leads_to_conv(self, node: Node) -> bool:
-        """Whether a convolution, perhaps of a padded or dropped tensor, is what follows a norm."""
+        """Whether a node is a convolution, or leads to one through padding and dropout."""
         found: Node | None = node
         while found is not None and found.operation in (PAD, DROPOUT):
             found = self._only_reader(found)
@@ -257,7 +257,7 @@ class Matcher:
         )
 
     def _units(self, norm: Node) -> list[Unit] | str:
-        """Returns a unit per reader of the activation, or the reason why one is no convolution.
+        """Returns a unit per reader of the activation, or why a reader cannot be in a unit.
 
         The reason is empty if only the program reads the activation.
         """
@@ -277,7 +277,7 @@ class Matcher:
                 if node.operation is DROPOUT:
                     dropout = node
                 else:
-                    sizes = node.settings[::-1]  # from the first axis on, the end before the start
+                    sizes = node.settings[::-1]  # (end, start) of each axis, first axis first
                     if sizes[::2] != sizes[1::2]:
                         return "the padding differs between two sides"
                     pads.append(node)
@@ -293,14 +293,14 @@ class Matcher:
         return units or "nothing reads its activation"
 
     def _bias_after(self, conv: Node) -> Node | None:
-        """Returns the addition of a bias that the convolution itself can add."""
+        """Returns an addition that the convolution can do as its bias, or None."""
         reader = self._only_reader(conv) if len(conv.inputs) == 2 else None
         if reader is None or reader.operation is not SHIFT or reader.inputs[0] is not conv:
             return None
         return reader if reader.inputs[1].shape[0] == 1 else None
 
     def _chain(self, unit: Unit) -> list[Unit]:
-        """Returns `unit` and the units after it; each reads only the output of the previous one."""
+        """Returns `unit` and following units, if each alone reads the output of the previous."""
         chain = [unit]
         while chain[-1].fits_stage:
             reader = self._only_reader(chain[-1].conv)
@@ -353,7 +353,7 @@ class Matcher:
         return Block(tuple(chain), projection, add)
 
     def _joined(self, found: list[Match]) -> list[Match]:
-        """Joins residual blocks to runs if each reads only the output of the previous one.
+        """Joins residual blocks to runs if each alone reads the output of the previous block.
 
         A block with a projection begins a run, as it begins a stage of a network.
         """
@@ -366,7 +366,7 @@ class Matcher:
         return [_joined_match(run) for run in runs]
 
     def _continues(self, before: Match, m: Match) -> bool:
-        """Whether a residual block continues the run that `before` ends."""
+        """Whether a residual block continues the run that ends with `before`."""
         if not (before.blocks and m.blocks) or m.inputs[0] is not before.end:
             return False
         block = m.blocks[0]

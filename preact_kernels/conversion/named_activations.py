@@ -1,4 +1,4 @@
-"""Activations that the user names: calls of modules, autograd functions and operators."""
+"""Modules, autograd functions and operators that the user names as activations."""
 
 import threading
 from collections import Counter
@@ -16,11 +16,11 @@ from preact_kernels.ops.activation import activation_of
 
 
 class NamedActivations(NamedTuple):
-    """Activations by what calls them."""
+    """Activations by class of module, by autograd function, and by operator."""
 
-    modules: dict[type, Activation]  # by class
-    functions: dict[type, Activation]  # by autograd function
-    operators: dict[Any, Activation]  # of `torch.ops`, all overloads
+    modules: dict[type, Activation]
+    functions: dict[type, Activation]
+    operators: dict[Any, Activation]  # by overload packet of `torch.ops`
 
     @staticmethod
     def of(names: Mapping[Any, Any] | None = None) -> "NamedActivations":
@@ -47,7 +47,7 @@ class NamedActivations(NamedTuple):
         return found
 
     def of_operator(self, func: Any) -> Activation | None:
-        """The activation of an operator that is called."""
+        """The activation of an operator, or None."""
         return self.operators.get(_packet(func))
 
 
@@ -56,7 +56,7 @@ def _packet(func: Any) -> Any:
 
 
 class _Regions(threading.local):
-    """The regions that this thread has entered, the outermost first."""
+    """The regions that this thread has entered, outermost first."""
 
     def __init__(self) -> None:
         self.entered: list[Any] = []
@@ -66,7 +66,7 @@ regions = _Regions()
 
 
 def recorded(region: Any, args: tuple, kwargs: dict, activation: Activation | None) -> Any:
-    """Records an activation of the only argument, or returns NotImplemented."""
+    """Defers an activation of the only argument, or returns NotImplemented."""
     if activation is None or kwargs or len(args) != 1 or not is_pending(args[0]):
         return NotImplemented
     if not region.is_recording():
@@ -76,7 +76,7 @@ def recorded(region: Any, args: tuple, kwargs: dict, activation: Activation | No
 
 
 def _recorded_here(args: tuple, kwargs: dict, called: type) -> Any:
-    """Records the activation that the innermost region names."""
+    """`recorded` for the activation that the innermost region names."""
     if not regions.entered:
         return NotImplemented
     region = regions.entered[-1]
@@ -103,7 +103,7 @@ class ActivationForward:
 
 
 _lock = threading.Lock()
-_counts: Counter[Any] = Counter()  # open regions that name an autograd function, on all threads
+_counts: Counter[Any] = Counter()  # open regions on all threads, by named autograd function
 
 
 def replace_functions(functions: Mapping[Any, Activation]) -> None:
@@ -129,12 +129,12 @@ def restore_functions(functions: Mapping[Any, Activation]) -> None:
 
 
 class _NamedApply(classmethod):
-    """Tells a replaced `apply` from one of the class."""
+    """Marks a replaced `apply`."""
 
 
 def _named_apply(function: Any) -> _NamedApply:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        result = _recorded_here(args, kwargs, cls)  # a subclass has no name
+        result = _recorded_here(args, kwargs, cls)  # NotImplemented for subclasses
         return super(function, cls).apply(*args, **kwargs) if result is NotImplemented else result
 
     return _NamedApply(apply)

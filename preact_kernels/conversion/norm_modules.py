@@ -1,4 +1,4 @@
-"""Finds the modules that are norms, and those that call one."""
+"""Finds modules that are norms, and modules that call one."""
 
 import dis
 import functools
@@ -15,7 +15,7 @@ _NORMS = (
     nn.modules.instancenorm._InstanceNorm,
 )
 
-# Names of the methods that call a norm; the last one is PyTorch's.
+# Names of methods that call a norm; `nn.InstanceNorm` has the last one.
 _CALLERS = ("forward", "_apply_instance_norm")
 
 _FUNCTIONS = {"batch_norm", "group_norm", "instance_norm"}
@@ -24,7 +24,8 @@ _FUNCTIONS = {"batch_norm", "group_norm", "instance_norm"}
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm that can run fused, possibly with an activation (timm).
 
-    Modules without children that have parameters of one dimension, and call a norm, are norms too.
+    These are PyTorch's norms, and modules without children that call a norm and have only
+    one-dimensional parameters.
     """
     if isinstance(module, _NORMS):
         return True
@@ -35,12 +36,12 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def contains_norm(module: nn.Module) -> bool:
-    """Whether a module or a module in it is a norm or calls one."""
+    """Whether a module or one of its submodules is a norm or calls one."""
     return any(is_norm(m) or _calls_norm(m) for m in module.modules())
 
 
 def calling_norm(frame: types.FrameType | None) -> nn.Module | None:
-    """Returns the norm that called a function, at most 4 frames from `frame`."""
+    """Returns the norm that called a function, at most 4 frames up from `frame`."""
     for _ in range(4):
         if frame is None:
             return None
@@ -59,14 +60,14 @@ def _calls_norm(module: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _class_calls_norm(kind: type[nn.Module]) -> bool:
-    """Whether a forward reads a function that is a norm, as `F.group_norm`."""
+    """Whether a forward reads a norm function, such as `F.group_norm`."""
     forwards = [c.__dict__["forward"] for c in kind.__mro__ if "forward" in c.__dict__]
     codes = [getattr(inspect.unwrap(f), "__code__", None) for f in forwards if callable(f)]
     return any(c is not None and _reads_norm(c) for c in codes)
 
 
 def _reads_norm(code: types.CodeType) -> bool:
-    """Whether code reads a global of that name, or an attribute of a global: not of `self`."""
+    """Whether code reads a norm function as a global or attribute of a global, not of `self`."""
     if _FUNCTIONS.isdisjoint(code.co_names):
         return False
     is_global = False

@@ -1,4 +1,4 @@
-"""Operations that can be deferred, in PyTorch's own operators."""
+"""Operations that can be deferred, in PyTorch's operators."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class NormSettings(NamedTuple):
         return type(self.norm) is InstanceNorm
 
     def arguments(self, affine: Sequence[Tensor]) -> NormArguments:
-        """Returns arguments of the fused ops; `affine`: the node's inputs after the first."""
+        """Returns arguments for the fused ops; `affine` are the node's inputs after the first."""
         rest = list(affine)
         weight = rest.pop(0) if self.has_weight else None
         bias = rest.pop(0) if self.has_bias else None
@@ -54,13 +54,13 @@ class CallSettings(NamedTuple):
     func: Callable
     args: tuple
     kwargs: dict
-    is_view: bool = False  # whether its result is a view
+    is_view: bool = False  # whether the result is a view
 
 
 def with_copied_statistics(norm: NormArguments) -> Any:
-    """Returns a norm whose calls update copies of the running statistics.
+    """Returns a norm with copies of its running statistics, so that calls do not update them.
 
-    Checkpoints expect that a recomputation saves the same tensors and, in dispatch modes, calls the
+    Checkpoints expect a recomputation to save the same tensors and, in dispatch modes, to call the
     same operators as the forward.
     """
     if isinstance(norm, GroupNorm) or norm.running_mean is None or norm.running_var is None:
@@ -71,7 +71,7 @@ def with_copied_statistics(norm: NormArguments) -> Any:
 
 
 def plain_norm(s: NormSettings, x: Tensor, *affine: Tensor, updates: bool = False) -> Tensor:
-    """A norm; `updates`: whether it updates the running statistics in training."""
+    """Runs a norm; `updates` says whether it updates the running statistics in training."""
     norm = s.arguments(affine)
     if isinstance(norm, GroupNorm):
         return norm.plain(x, norm.weight, norm.bias)
@@ -97,7 +97,7 @@ def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 class _Dropout(torch.autograd.Function):
-    """Multiplies the elements that are kept, and the others by 0; saves a bit for each."""
+    """Multiplies kept elements by a factor and others by 0; saves one bit per element."""
 
     @staticmethod
     def forward(ctx, x, bits, factor):
@@ -124,14 +124,14 @@ PAD = Operation("pad", lambda sizes, x: F.pad(x, sizes))
 CONV = Operation("convolution", _conv)
 ADD = Operation("add", lambda _, a, b: a + b, is_sum=True)
 CAT = Operation("cat", lambda _, *tensors: torch.cat(tensors, 1))
-# A copy in NCHW; `execution.py` passes on the input itself where that makes no difference.
+# A copy in NCHW; `execution.py` uses the input itself where that makes no difference.
 CONTIGUOUS = Operation("contiguous", lambda _, x: x.contiguous())
 # Functions of one image: products with numbers, pooling, interpolation.
 CALL = Operation("call", lambda s, x: s.func(x, *s.args, **s.kwargs))
 
 
 def function_name(node: Node) -> str:
-    """Names the function of a node in reports."""
+    """Name of a node's function for reports."""
     if node.operation is CALL:
         return node.settings.func.__name__.strip("_")
     return node.settings.name if node.operation is ACTIVATION else node.operation.name
@@ -143,7 +143,7 @@ def tracked_statistics(node: Node) -> list[Tensor]:
 
 
 def constants(node: Node) -> list[Tensor]:
-    """Returns tensors other than its inputs that a node reads."""
+    """Returns tensors that a node reads besides its inputs."""
     return _running_statistics(node, False)
 
 

@@ -9,10 +9,10 @@ CONVERSION = "preact_conversion"  # attribute of a converted module: its `hooks.
 
 
 class Owner:
-    """A module, and the result of a rule for its last call.
+    """A module, and the cached result of a rule for its last call.
 
     Attributes:
-        key: properties of the arguments of that call.
+        key: properties of the arguments of the call.
         found: result of the rule for `key`.
     """
 
@@ -48,7 +48,7 @@ class Owners:
         self._may_look = True
 
     def start(self) -> None:
-        """Allows another search: a new call of the model may have other parameters."""
+        """Allows another search, since a new call of the model may use other parameters."""
         self._may_look = True
 
     def find(self, t: Tensor | None) -> Owner | None:
@@ -69,7 +69,7 @@ class Owners:
         return self.find(t)
 
     def of(self, module: nn.Module) -> Owner:
-        """Returns the owner of a module, also of one without parameters and buffers."""
+        """Returns the owner of a module, which may have no parameters and buffers."""
         owner = self._by_module.get(id(module))
         if owner is None or owner.module is not module:
             owner = self._by_module[id(module)] = Owner(module)

@@ -1,4 +1,4 @@
-"""Inner tensors of blocks that backward computes again: the memory mode "checkpoint"."""
+"""Recomputation of inner tensors of blocks in the backward, for memory mode "checkpoint"."""
 
 import contextlib
 import threading
@@ -17,15 +17,15 @@ MOST_UNITS = 4
 
 
 class Recomputed:
-    """The result of a call, which is computed again whenever a backward reads it.
+    """The result of a call, computed again whenever a backward reads it.
 
     Args:
-        call: computes it.
-        source: what `call` takes.
+        call: computes the result.
+        source: argument of `call`.
         others: other tensors that `call` reads.
         result: the result; it is not kept.
-        context: the modes in which `call` runs.
-        units: how many units are computed again for the result.
+        context: the modes in which to run `call`.
+        units: number of units to compute again for the result.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Recomputed:
         self._versions = [(t, t._version) for t in tensors]
         self._strides, self.offset = result.stride(), result.storage_offset()
         self._hooks: Any = None
-        self._saved_count = 0  # tensors that autograd saves and that begin with the source
+        self._saved_count = 0  # saved tensors that are computed from the source
         self._value: Tensor | None = None  # for another reader in the same backward
-        # The source by backward, where hooks unpack it: for how many more saved tensors.
+        # By backward: the source that hooks unpacked, and how many saved tensors still need it.
         self._unpacked: dict[int, tuple[Tensor, int]] = {}
         self._lock = threading.RLock()
         self._is_saved = False
@@ -53,7 +53,7 @@ class Recomputed:
         """Records that the graph of an operation needs the result.
 
         Args:
-            hooks: the program's hooks of saved tensors, which take the source; or None.
+            hooks: the program's hooks of saved tensors, to apply to the source; or None.
         """
         self._is_saved = True
         self._save_source(hooks)
@@ -64,11 +64,11 @@ class Recomputed:
             return
         if hooks is not None and self._hooks is None:
             self._hooks, self._source = hooks, hooks[0](self._source)
-            del self._versions[0]  # the hooks decide what becomes of the source
+            del self._versions[0]  # the hooks own the source
         self._saved_count += 1
 
     def value(self) -> Tensor:
-        """Returns the result, in the memory format that it had."""
+        """Returns the result, with its original strides."""
         with self._lock:
             value, self._value = self._value, None
         source = self._saved_source(is_needed=value is None)
@@ -80,10 +80,10 @@ class Recomputed:
             return self._computed(source)
 
     def _saved_source(self, is_needed: bool) -> Any:
-        """Returns what the chain of calls begins with, if it is needed; hooks may run anything.
+        """Returns the tensor that the chain of calls begins with, or None if it is not needed.
 
-        A backward unpacks it once, and keeps it for the other saved tensors that begin with it:
-        the hooks of `torch.utils.checkpoint` refuse to unpack twice.
+        A backward unpacks it once, and keeps it for other saved tensors that are computed from it,
+        as the hooks of `torch.utils.checkpoint` refuse to unpack twice. Hooks may run any code.
         """
         if isinstance(self._source, Recomputed):
             return self._source._saved_source(is_needed)
@@ -116,7 +116,7 @@ class Recomputed:
         return y
 
     def _computed_once(self, first: Tensor) -> Tensor:
-        """Returns the result, and keeps it for the operation that reads it next in a backward."""
+        """Returns the result, and keeps it for the next operation that reads it in a backward."""
         with self._lock:
             value = self._computed(first) if self._value is None else self._value
             if self._is_saved and self._value is None and torch_compat.is_in_backward():
@@ -134,7 +134,7 @@ def _forget(own: Recomputed | None, backward: int) -> None:
 
 
 def _check(t: Tensor, version: int) -> None:
-    """Raises if a tensor that is read again has changed since."""
+    """Raises if a tensor has changed or was freed since the forward."""
     shape = list(t.shape)
     if t._version != version:
         raise RuntimeError(
@@ -150,22 +150,22 @@ def _check(t: Tensor, version: int) -> None:
 
 
 class Recomputation:
-    """The tensors of one execution that autograd does not save, by node and storage."""
+    """The tensors of an execution that are computed again instead of saved."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, int], Recomputed] = {}
 
     def find(self, node: object, t: Tensor) -> Recomputed | None:
-        """Returns what is recorded of a tensor with the value of `node`; None: it is saved."""
+        """Returns the `Recomputed` of a tensor with the value of `node`; None if it is saved."""
         return self._found.get((node, torch_compat.storage_id(t)))
 
     def add(self, node: object, recomputed: Recomputed, result: Tensor) -> None:
-        """Records that `result`, a value of `node`, is to be computed again."""
+        """Records that `result`, a value of `node`, will be computed again."""
         self._found[node, torch_compat.storage_id(result)] = recomputed
 
     @contextlib.contextmanager
     def reading(self, inputs: Iterable[tuple[object, Tensor]]) -> Iterator[None]:
-        """Runs its body so that autograd saves none of the recorded tensors.
+        """Context in which autograd does not save recorded tensors.
 
         Args:
             inputs: the nodes or tensors that the body reads, and their values.
@@ -198,7 +198,7 @@ class Recomputation:
 
 
 class _View(NamedTuple):
-    """What autograd would save: a view of a result, or the result itself."""
+    """Replaces a tensor that autograd would save, as a view of a result."""
 
     base: Recomputed
     shape: Sequence[int]

@@ -1,4 +1,4 @@
-"""Regions: in their code, batch norms and the operations after them are deferred and run fused."""
+"""Regions of code in which norms and the operations after them are deferred and run fused."""
 
 import contextlib
 import itertools
@@ -56,13 +56,13 @@ from preact_kernels.torch_compat import disable_torch_function, storage_id
 class Region(TorchFunctionMode):
     """While entered, defers operations on this thread and runs them fused.
 
-    Operations that are not in `registry.RULES` compute their deferred arguments.
+    Operations without a rule in `registry.RULES` compute their deferred arguments.
 
     Args:
         memory: memory mode of residual blocks, as in `PreActStage`.
         owners: finds the modules of a model by their parameters and buffers.
-        run_stage: runs consecutive residual blocks, for planning; None: the usual way.
-        extra_types: subclasses of Tensor that are deferred too.
+        run_stage: replaces `preact_stage` for consecutive residual blocks, for planning.
+        extra_types: subclasses of Tensor to defer like plain tensors.
         is_traced: whether PyTorch traces the code. Then no deferred tensor is left at the end or
             passed to C++.
         activations: activations that the user names.
@@ -70,7 +70,7 @@ class Region(TorchFunctionMode):
     Attributes:
         is_distributed: whether there is a process group.
         pending: nodes that are not computed yet, in order.
-        outcomes: outcomes of the batch norms.
+        outcomes: outcomes of the norms.
     """
 
     def __init__(
@@ -94,30 +94,30 @@ class Region(TorchFunctionMode):
         self.is_closed = self._is_suspended = False
         self._suspended_for: list[Any] = []
         self.frame: types.FrameType | None = None  # frame that entered the region
-        self.recomputed: dict[int, dict[Node, Tensor]] = {}  # values computed again, by backward
+        self.recomputed: dict[int, dict[Node, Tensor]] = {}  # values by backward
         self._modes = torch_compat.eager_modes()
         self._dispatch_modes = torch_compat.dispatch_mode_count()
         # Computed tensors that could not become plain tensors yet, by id.
         self._not_plain: dict[int, weakref.ref[Deferred]] = {}
-        # Ids of running statistics that pending batch norms update, and that they only read.
+        # Ids of running statistics that pending norms update, and that they only read.
         self.updated: set[int] = set()
         self.evaluated: set[int] = set()
         self._normalised: set[int] = set()  # ids of the inputs of pending norms
         self._storages = _Storages()
         self._plain_tensors = PlainTensors()
-        self._call_of_subclass: Call | None = None  # the call that a rule may record
-        # Copies of running statistics, by their ids, for a call that must not update them.
+        self._call_of_subclass: Call | None = None  # current call with instances of subclasses
+        # Copies of running statistics, by id of the original, for a call that must not update it.
         self.copies: dict[int, Tensor] = {}
-        self.refusal = ""  # the class because of which the last call deferred nothing, and advice
+        self.refusal = ""  # class that kept the last call from being deferred, with advice
         self.lock = threading.RLock()
 
     def __enter__(self) -> "Region":
-        """Computes the pending nodes of outer regions: their effects come first."""
+        """Enters the region; first computes pending nodes of outer regions."""
         for region in regions.entered:
             region.flush("an inner region")
         regions.entered.append(self)
         replace_functions(self.activations.functions)
-        # It is forbidden again in the forward of each autograd function, and in inference mode.
+        # PyTorch forbids it in the forward of autograd functions, and in inference mode.
         self._allows_forward_mode = torch_compat.is_forward_mode_allowed()
         torch_compat.allow_forward_mode(True)
         self._is_inference = torch.is_inference_mode_enabled()
@@ -129,13 +129,13 @@ class Region(TorchFunctionMode):
         regions.entered.remove(self)
         restore_functions(self.activations.functions)
         torch_compat.allow_forward_mode(self._allows_forward_mode)
-        if torch_compat.is_innermost_function_mode(self):  # false if generators are interleaved
+        if torch_compat.is_innermost_function_mode(self):  # False for interleaved generators
             super().__exit__(*error)
 
     def suspend(self, module: Any) -> None:
         """Leaves the region while a module or function runs, unless another mode was entered since.
 
-        Results of the region that the program holds are computed before.
+        First computes results of the region that the program holds.
         """
         self.flush("a module that runs plain")
         self._suspended_for.append(module)
@@ -144,7 +144,7 @@ class Region(TorchFunctionMode):
             self._is_suspended = True
 
     def resume(self, module: Any) -> None:
-        """Undoes `suspend(module)` and later suspensions that are still open."""
+        """Undoes `suspend(module)`, and later suspensions that are still open."""
         if module not in self._suspended_for:
             return
         while self._suspended_for.pop() is not module:
@@ -160,9 +160,9 @@ class Region(TorchFunctionMode):
         if self.is_closed:
             return func(*args, **kwargs)
         if self.pending and self.is_in_function():
-            self.flush(_IN_FUNCTION)  # it may free what it took or made
+            self.flush(_IN_FUNCTION)  # it may free its inputs and results
         if self.frame is not None and self.frame.f_back is None:
-            self._abandon()  # an interrupt left the code without closing the region
+            self._abandon()  # an interrupt skipped the end of the region
             return func(*args, **kwargs)
         if not torch_compat.is_torch_function_enabled():  # as in `Tensor.backward` of an instance
             types = tuple(map(type, tensors((args, kwargs))))
@@ -188,11 +188,11 @@ class Region(TorchFunctionMode):
     def _record_by(
         self, rule: Callable, func: Callable, types: Sequence[type], args: tuple, kwargs: dict
     ) -> Any:
-        """Calls a rule; with plain tensors for instances of subclasses of Tensor."""
+        """Calls a rule, with plain tensors instead of instances of subclasses of Tensor."""
         first = type(next(itertools.chain(args, kwargs.values()), None))
         is_ordinary = first in self._ordinary_types or issubclass(first, list | tuple)
         is_ordinary = is_ordinary and all(t in self._ordinary_types for t in types)
-        if is_ordinary or self.is_traced:  # what PyTorch traces has no instances of other classes
+        if is_ordinary or self.is_traced:  # traced code has no instances of other classes
             with disable_torch_function():
                 return rule(self, args, kwargs)
         call = Call(func, args, kwargs) if torch_compat.is_torch_function_enabled() else None
@@ -232,21 +232,20 @@ class Region(TorchFunctionMode):
     def is_recording(self) -> bool:
         """Whether operations may be deferred here.
 
-        False under functional transforms and dispatch modes; inside `torch.utils.checkpoint`,
-        whose backward runs the operations again outside of the region, and must save the same
-        tensors; and in custom autograd functions, which may free tensors that no operation of
-        PyTorch reads.
+        False under functional transforms and dispatch modes; inside `torch.utils.checkpoint`, where
+        the backward runs operations again outside of the region, and must save the same tensors;
+        and in custom autograd functions, which may free tensors without an operation of PyTorch.
         """
         return not self.is_in_function() and torch_compat.current_modes() == self._modes
 
     def is_in_function(self) -> bool:
-        """Whether the forward of a custom autograd function runs; not in another inference mode."""
+        """Whether the forward of an autograd function runs; False in another inference mode."""
         if torch_compat.is_forward_mode_allowed():
             return False
         return torch.is_inference_mode_enabled() is self._is_inference
 
     def context_for(self, device: torch.device) -> Context | None:
-        """Returns the modes for a deferred operation; None: it may not be deferred.
+        """Returns the modes for a deferred operation, or None if it must not be deferred.
 
         Computes nodes that were recorded in other modes.
         """
@@ -276,11 +275,11 @@ class Region(TorchFunctionMode):
             settings: other arguments.
             shape: shape of the result.
             dtype: dtype of the result.
-            channels_last: whether the result has that memory format in plain PyTorch.
+            channels_last: memory format of the result in plain PyTorch.
             in_place: whether the result replaces the first of `tensors`, a deferred tensor.
 
         Returns:
-            The deferred tensor, or NotImplemented: the operation must be called.
+            The deferred tensor, or NotImplemented if the operation must be called.
         """
         inputs: list[Any] = []
         needs_grad = reads_node = False
@@ -299,7 +298,7 @@ class Region(TorchFunctionMode):
             needs_grad = needs_grad or t.requires_grad
         needs_grad = needs_grad and self.context.has_grad
         if not (reads_node or operation.precedes_activation or self.normalises(tensors[0])):
-            return NotImplemented  # a change of modes computed the inputs, or what reads them
+            return NotImplemented  # a change of modes computed the inputs, or their readers
         if in_place and (type(inputs[0]) is not Node or (inputs[0].needs_grad and not needs_grad)):
             return NotImplemented  # the input was computed, or gradients are disabled
         meta_result = inputs[0].meta_result if in_place else None
@@ -321,18 +320,18 @@ class Region(TorchFunctionMode):
     def normalises(self, t: Tensor) -> bool:
         """Whether a pending norm reads a computed tensor, and may save it in NHWC for backward.
 
-        Not where PyTorch traces the code: a compiler decides what is saved.
+        False if PyTorch traces the code, since a compiler decides what is saved.
         """
         return id(t) in self._normalised and torch.is_grad_enabled() and not self.is_traced
 
     def note(self, owner: Owner | None, reason: str) -> None:
-        """Notes why a batch norm is not deferred."""
+        """Records why a norm is not deferred."""
         if owner is not None or self.is_traced:
             module = None if owner is None else owner.module
             self.outcomes.append((module, Outcome("", reason)))
 
     def before_statistics(self, statistics: Sequence[Tensor], is_updated: bool) -> None:
-        """Computes pending batch norms that conflict with a call on these running statistics."""
+        """Computes pending nodes if a norm among them conflicts with a call on these statistics."""
         for t in statistics:
             if id(t) in self.updated or (is_updated and id(t) in self.evaluated):
                 self.flush("a second call of the batch norm")
@@ -350,7 +349,7 @@ class Region(TorchFunctionMode):
             if has_deferred(given):
                 reader = f"{func.__name__} of {self.refusal}" if self.refusal else func
                 args, kwargs = computed_arguments(given, reader)
-            else:  # an object of another class holds it
+            else:  # the deferred tensor is in an object of another class
                 self.flush(func)
         is_written = bool(self.pending) and is_write(func, args, kwargs)
         if self.pending and (is_written or self.updated):
@@ -361,11 +360,11 @@ class Region(TorchFunctionMode):
         return called(func, given, args, kwargs)
 
     def compute(self, targets: Sequence[Node], reader: object) -> None:
-        """Computes nodes and the pending nodes that they read.
+        """Computes nodes, and pending nodes that they read.
 
         Args:
             targets: pending nodes.
-            reader: the function that reads the results, or a text for the report.
+            reader: the function that reads the results, or a description for the report.
         """
         with self._modes_of_execution():
             wanted = set(targets)
@@ -406,7 +405,7 @@ class Region(TorchFunctionMode):
             yield
 
     def _forget_unread(self, nodes: Sequence[Node]) -> None:
-        """Drops the references to tensors that the program never reads again."""
+        """Drops references to tensors that the program never reads again."""
         held, tensors, t = [], [], None
         for node in nodes:
             t = None if node.reference is None else node.reference()
@@ -432,7 +431,7 @@ class Region(TorchFunctionMode):
             self._forget_unread(self.pending)
             held = [n for n in self.pending if n.is_held or operations.tracked_statistics(n)]
             self.compute(held, reader)
-            for node in self.pending:  # results that nothing reads
+            for node in self.pending:  # nothing reads these
                 node.release()
             self._set_pending([])
 
@@ -443,11 +442,11 @@ class Region(TorchFunctionMode):
             self.finish("an interrupted call")
 
     def keep(self, t: Deferred) -> None:
-        """Notes a computed tensor that could not become a plain tensor yet."""
+        """Remembers a computed tensor that could not become a plain tensor yet."""
         self._not_plain[id(t)] = weakref.ref(t)
 
     def finish(self, reader: object) -> None:
-        """Computes pending nodes; deferred tensors become plain ones."""
+        """Computes pending nodes, and makes deferred tensors plain tensors."""
         self.flush(reader)
         for reference in list(self._not_plain.values()):
             t = reference()
@@ -460,12 +459,12 @@ _IN_FUNCTION = "a custom autograd function"
 
 
 class _Storages:
-    """Storages that pending nodes read, and storages of running statistics that they update."""
+    """Storages that pending nodes read, and running statistics that they update."""
 
     def __init__(self) -> None:
         self._read: set[int] = set()
         self._updated: set[int] = set()
-        self._count = 0  # nodes that were added
+        self._count = 0  # number of pending nodes added so far
 
     def concern(self, pending: Sequence[Node], ids: set[int], is_written: bool) -> bool:
         """Whether a call that reads or writes the storages `ids` must wait for pending nodes."""
@@ -481,7 +480,7 @@ class _Storages:
 
 
 def _is_irrelevant(value: object) -> bool:
-    """Whether pending nodes cannot use an argument: numbers, and tensors of integers."""
+    """Whether an argument cannot concern pending nodes: a number, or a tensor of integers."""
     if isinstance(value, Tensor):
         return not isinstance(value, Deferred) and not value.is_floating_point()
     return type(value) in (bool, float, int)

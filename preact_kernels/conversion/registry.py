@@ -1,4 +1,4 @@
-"""`RULES`: the functions of PyTorch that are deferred, and what their rules share.
+"""`RULES`: the functions of PyTorch that are deferred, and helpers for their rules.
 
 A rule takes the region and the arguments of a call. It checks them and records the operation, or
 returns NotImplemented; then the function is called on computed tensors. To defer another function,
@@ -17,9 +17,9 @@ from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Deferred
 from preact_kernels.conversion.functions import METADATA_FUNCTIONS
 
-METADATA = "metadata"  # instead of a rule: the function reads no values
+METADATA = "metadata"  # replaces the rule of a function that reads no values
 
-# Functions with a rule for calls without a deferred argument too.
+# Functions with rules that also apply to calls without a deferred argument.
 FIRST: set[Callable] = set()
 
 RULES: dict[Callable, Any] = dict.fromkeys(METADATA_FUNCTIONS, METADATA)
@@ -28,7 +28,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def rule(*functions: Callable, arguments: Callable) -> Callable:
-    """Registers a rule for `functions`; `arguments` has their signature, and returns the rule's."""
+    """Registers a rule for functions; `arguments` maps their arguments to the rule's."""
 
     def add(rule: Callable) -> Callable:
         def bound_rule(region: Any, args: tuple, kwargs: dict) -> Any:
@@ -45,9 +45,9 @@ def rule(*functions: Callable, arguments: Callable) -> Callable:
 
 
 def cached(function: Callable) -> Callable:
-    """Caches results of `function`, except for symbolic sizes; `function` raises no TypeError.
+    """Caches results of a function, except for symbolic sizes. It must not raise a TypeError.
 
-    Dispatch modes of the program do not see what it calls.
+    Dispatch modes of the program do not see the calls of `function`.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -69,17 +69,17 @@ def cached(function: Callable) -> Callable:
 
 
 def hashable(value: Any) -> Any:
-    """A tuple for a list; anything else as it is."""
+    """Converts a list to a tuple; returns other values unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def is_pending(t: object) -> bool:
-    """Whether `t` is a deferred tensor that is not computed."""
+    """Whether `t` is a deferred tensor that is not computed yet."""
     return isinstance(t, Deferred) and t.preact_node.value is None
 
 
 def pixels(shape: Sequence[int]) -> int:
-    """Pixels of each image of `[N, C, ...]`."""
+    """Pixels per image of `[N, C, ...]`."""
     count = 1
     for size in shape[2:]:
         count = count * size
@@ -89,7 +89,7 @@ def pixels(shape: Sequence[int]) -> int:
 def image_format(region: Any, t: Tensor) -> bool | None:
     """Whether `t`, `[N, C, ...]` of 3 to 5 dimensions, is channels_last.
 
-    None: PyTorch's results could have other strides.
+    Returns None if the strides of `t` may give PyTorch's results other strides.
     """
     if isinstance(t, Deferred):
         return t.preact_node.channels_last
@@ -101,7 +101,7 @@ def image_format(region: Any, t: Tensor) -> bool | None:
             return False
         if len(shape) > 3 and t.is_contiguous(memory_format=_CHANNELS_LAST[len(shape)]):
             return True
-    # A slice of the channels of a contiguous tensor has these strides too.
+    # Also accepts the strides of a slice of the channels of a contiguous tensor.
     expected = 1
     for size, stride in zip(shape[:1:-1], t.stride()[:1:-1], strict=True):
         if stride != expected:
@@ -111,26 +111,26 @@ def image_format(region: Any, t: Tensor) -> bool | None:
 
 
 def common_format(region: Any, tensors: Sequence[Tensor], of_first: bool = False) -> bool | None:
-    """Whether PyTorch's result of images `[N, C, ...]` is channels_last; None: it is not known.
+    """Whether PyTorch's result of images `[N, C, ...]` is channels_last; None: unknown.
 
     Args:
         region: the region.
         tensors: images of the same number of dimensions.
-        of_first: whether the first image decides if formats differ, as in sums; otherwise the
-            result is contiguous.
+        of_first: if formats differ, the result has the format of the first image, as in sums; else
+            it is contiguous.
     """
     formats = [image_format(region, t) for t in tensors]
     if None in formats or any(map(_overlaps_in_batch, tensors)):
         return None
     if len(set(formats)) > 1 and any(min(t.shape[1:]) < 2 for t in tensors):
-        return None  # some strides match both formats
+        return None  # strides may match both formats
     return formats[0] if of_first else all(formats)
 
 
 def _overlaps_in_batch(t: Tensor) -> bool:
-    """Whether a batch of one has a stride that would be too small for more images.
+    """Whether a batch of one has a batch stride that is too small for more images.
 
-    PyTorch orders the axes of results by strides, also those of axes of size 1.
+    PyTorch orders the axes of results by strides, including strides of axes of size 1.
     """
     return t.shape[0] == 1 and t.stride(0) < t.numel()
 

@@ -1,4 +1,4 @@
-"""Reports for each norm what ran fused in the last call of a model."""
+"""The report of what ran fused in the last call of a model, for each norm."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from torch import nn
 
 from preact_kernels.ops.dispatch import CHECK
 
-# Folders of this package and of torch: the report names no lines in them.
+# Folders of this package and of torch; the report names lines of other code.
 _OWN_FOLDERS = tuple(
     os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, torch.__file__)
 )
@@ -25,11 +25,11 @@ class Outcome(NamedTuple):
 
 
 class Site(NamedTuple):
-    """One norm of a model.
+    """A norm of a model.
 
     Attributes:
-        name: name of the norm, as in `model.named_modules()`.
-        fused: whether it ran fused with what follows it, up to the activation or the convolution.
+        name: name of the norm in `model.named_modules()`.
+        fused: whether it ran fused with the following activation or convolution.
         reason: why it ran plain, or why no convolution ran fused with it; or an empty string.
         into: the fused operation, such as "BN-ReLU-Conv" or "GN-SiLU-Dropout-Conv", or an empty
             string.
@@ -47,7 +47,7 @@ class ConversionReport(tuple[Site, ...]):
     """The sites of a model, in order; prints as a table."""
 
     experimental = ""
-    """Name of the experimental backend that runs the model where it is now, or an empty string."""
+    """Name of the experimental backend for the model's current device, or an empty string."""
 
     @property
     def fused(self) -> tuple[Site, ...]:
@@ -72,10 +72,7 @@ class ConversionReport(tuple[Site, ...]):
 
 
 def described(reader: object, is_traced: bool = False) -> str:
-    """Names the reader of a deferred tensor, with the file and line of the program.
-
-    A compiler traces without the frames of the program.
-    """
+    """Describes the reader of a deferred tensor, with file and line unless traced by a compiler."""
     name = reader if isinstance(reader, str) else getattr(reader, "__name__", str(reader))
     if is_traced:
         return f"read by {name}"

@@ -85,7 +85,7 @@ def _instance_norm_arguments(
 
 @rule(F.layer_norm, arguments=lambda *args, **kwargs: (args, kwargs))
 def _record_layer_norm(region: Any, args: tuple, kwargs: dict) -> Any:
-    """Defers a layer norm of whole images without parameters: a group norm of one group."""
+    """Defers a layer norm of whole images without parameters, a group norm with one group."""
 
     def arguments(input, normalized_shape, weight=None, bias=None, eps=1e-5):
         return input, normalized_shape, weight, bias, eps
@@ -102,7 +102,7 @@ def _record_layer_norm(region: Any, args: tuple, kwargs: dict) -> Any:
 @rule(F.group_norm, torch.group_norm, arguments=_group_norm_arguments)
 @rule(F.batch_norm, arguments=_batch_norm_arguments)
 def _record_norm(region: Any, x: Tensor, norm: Any) -> Any:
-    """Defers a norm; one that runs plain while a checkpoint recomputes updates no statistics."""
+    """Defers a norm; a plain norm in a checkpoint's recomputation must not update statistics."""
     result = record_norm(region, x, norm)
     if result is not NotImplemented or isinstance(norm, GroupNorm) or not norm.training:
         return result
@@ -119,7 +119,7 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     is_batch_norm, is_group_norm = type(norm) is BatchNorm, isinstance(norm, GroupNorm)
     known = norm.running_mean if weight is None and not is_group_norm else weight
     owner = region.owners.find(known)
-    if owner is None and (known is None or is_group_norm):  # the weight may be a cast one
+    if owner is None and (known is None or is_group_norm):  # the weight may be a cast copy
         owner = _calling_owner(region)
     if not isinstance(x, Tensor) or (owner is None and _standardises_weight(x, norm)):
         return NotImplemented
@@ -129,7 +129,7 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     channels_last = image_format(region, x)
     if is_batch_norm and norm.process_group is not None:
         if channels_last is None and x.is_cpu and 3 <= x.dim() <= 5:
-            channels_last = False  # PyTorch has no such batch norm on a CPU
+            channels_last = False  # on a CPU, there is no format of PyTorch's to match
     elif channels_last is not None and _has_single_values(x, norm):
         channels_last = None
     if channels_last is None:
@@ -138,13 +138,13 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
         usual = "its input is no image, or has unusual strides"
         region.note(owner, f"its input is {reason}" if reason else usual)
         return NotImplemented
-    # The weight's dtype and device represent all parameters: they change together.
+    # Dtype and device of the weight stand for all parameters, which change together.
     like = None if owner is None or weight is None else (weight.dtype, weight.device)
     if is_group_norm:
         tensors, numbers = (weight, bias), (norm.groups, norm.eps)
     else:
         tensors, numbers = norm[:4], norm[4:8]
-    is_cast = is_autocast(x)  # on CUDA it decides which dtypes a group norm takes
+    is_cast = is_autocast(x)  # on CUDA, decides which dtypes a group norm accepts
     key = (x.dtype, x.device, x.shape[1], is_cast, like, *map(id, tensors), *numbers)
     settings = None
     if owner is not None and owner.key == key:
@@ -181,7 +181,7 @@ def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
 def _standardises_weight(x: Tensor, norm: NormArguments) -> bool:
     """Whether a batch norm standardises a weight `[1, K, ...]`, as convolutions of BiT do.
 
-    No activation follows, and recording it takes longer than the norm.
+    No activation follows, and recording takes longer than the norm.
     """
     if type(norm) is not BatchNorm or x.dim() != 3 or x.shape[0] != 1:
         return False
@@ -189,7 +189,7 @@ def _standardises_weight(x: Tensor, norm: NormArguments) -> bool:
 
 
 def _has_single_values(x: Tensor, norm: NormArguments) -> bool:
-    """Whether `x` is empty, or has one value for each mean."""
+    """Whether `x` is empty, or has one value per mean."""
     count = x.shape[1]
     if isinstance(norm, GroupNorm):
         count = x.shape[0] * (norm.groups if type(norm.groups) is int else 1)
@@ -199,7 +199,7 @@ def _has_single_values(x: Tensor, norm: NormArguments) -> bool:
 
 
 def _calling_owner(region: Any) -> Any:
-    """Returns the owner of a norm whose parameters are not those of the call."""
+    """Returns the owner of the norm that called the function, found by the call stack."""
     module = calling_norm(_caller_of_region())
     return None if module is None else region.owners.of(module)
 
@@ -213,9 +213,10 @@ def _caller_of_region() -> types.FrameType | None:
 
 
 def _has_hooks(norm: Any) -> bool:
-    """Whether a call of a norm runs more than its class's forward.
+    """Whether a call of a norm runs more than the forward of its class.
 
-    Hooks of a converted module, which calls the norm itself, run outside of the region.
+    Ignores hooks of a converted module that calls the norm function itself: they run outside of
+    the region.
     """
     if CONVERSION in norm.__dict__:
         return False
@@ -226,7 +227,7 @@ def _has_hooks(norm: Any) -> bool:
 class SyncForward:
     """Replaces the forward of an `nn.SyncBatchNorm` while a region is open.
 
-    The original calls a custom autograd function, which no region sees.
+    The original calls a custom autograd function, which regions cannot defer.
     """
 
     def __init__(self, region: Any, module: nn.SyncBatchNorm) -> None:
@@ -308,7 +309,7 @@ def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers
     if bias is not None and type(bias) not in region.tensor_types:
         return NotImplemented
     affine = (weight,) if bias is None else (weight, bias)
-    if x.dim() != dims:  # an image without a batch
+    if x.dim() != dims:  # without a batch axis
         return NotImplemented
     if torch.is_grad_enabled() and any(t.is_inference() for t in (x, *affine)):
         return NotImplemented  # it may raise
@@ -345,7 +346,7 @@ def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers
 
 
 def _calling_conv() -> nn.Module | None:
-    """Returns PyTorch's module that called the convolution of the current rule, if one did."""
+    """Returns PyTorch's module that called the convolution of the current rule, or None."""
     frame = _caller_of_region()
     if frame is None or frame.f_code not in _CONV_CALLERS:
         return None
@@ -353,9 +354,9 @@ def _calling_conv() -> nn.Module | None:
 
 
 def _is_saved_in_nhwc(region: Any, x: Any) -> bool:
-    """Whether a norm that is pending saves a copy of an NCHW image in NHWC.
+    """Whether a pending norm saves a copy of an NCHW image in NHWC.
 
-    A convolution that reads the copy saves nothing more.
+    A convolution that reads the copy saves no more memory.
     """
     return region.normalises(x) and image_format(region, x) is False
 
@@ -363,11 +364,11 @@ def _is_saved_in_nhwc(region: Any, x: Any) -> bool:
 def _conv_dtype(
     tensors: Sequence[Tensor], autocast_dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """Returns the dtype of a convolution of tensors; None: PyTorch refuses it."""
+    """Returns the dtype of a convolution of tensors, or None if PyTorch refuses it."""
     dtypes = [t.dtype for t in tensors]
     if any(t.device != tensors[0].device for t in tensors):
         return None
-    if autocast_dtype is not None:  # autocast does not change float64
+    if autocast_dtype is not None:  # autocast does not cast float64
         dtypes = [d if d == torch.float64 else autocast_dtype for d in dtypes]
     return dtypes[0] if len(set(dtypes)) == 1 and dtypes[0] in checks.FLOATS else None
 
@@ -376,7 +377,7 @@ def _conv_dtype(
 def _geometry(
     shape: tuple, weight_shape: tuple, bias_shape: tuple | None, stride, padding, dilation, groups
 ) -> tuple[Conv | None, tuple[int, ...]]:
-    """Returns geometry and result shape of a convolution; None: it must be called."""
+    """Returns geometry and result shape of a convolution; None if it must be called."""
     try:
         x, weight = (torch.empty(s, device="meta") for s in (shape, weight_shape))
         bias = None if bias_shape is None else torch.empty(bias_shape, device="meta")
@@ -407,7 +408,10 @@ def _volume_format(
     device: torch.device,
     _: int,
 ) -> bool:
-    """Whether PyTorch's convolution of a volume is channels_last: it depends on its algorithm."""
+    """Whether PyTorch's convolution of a volume gives channels_last, by running one.
+
+    It depends on the algorithm, and so on the number of threads, the last argument.
+    """
     with torch_compat.disable_torch_function(), torch.no_grad():
         tensors = [torch.zeros(s, dtype=dtype, device=device) for s in (shape, weight_shape)]
         for i, is_last in enumerate((is_channels_last, weight_is_channels_last)):
@@ -472,7 +476,7 @@ def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
 
 
 def _image_function(func: Callable) -> Callable:
-    """Returns a rule for a function of each channel of an image, such as pooling."""
+    """Returns a rule for a function that acts on each channel of an image, such as pooling."""
 
     def rule(region: Any, args: tuple, kwargs: dict) -> Any:
         if not args or not is_pending(args[0]):
@@ -510,10 +514,11 @@ def _called(
     device: torch.device,
     _: object,
 ) -> tuple[tuple[int, ...], torch.dtype, bool, bool] | None:
-    """Calls a function of an image; None: it raises, or does not return one image.
+    """Calls a function of an image.
 
     Returns:
-        Size, dtype and memory format of the result, and whether it is a view.
+        Size, dtype and memory format of the result, and whether it is a view; None if the function
+        raises or does not return one image.
     """
     try:
         no_hooks = torch_compat.saved_tensor_hooks_of(None)

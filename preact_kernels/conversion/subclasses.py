@@ -1,7 +1,7 @@
-"""Subclasses of Tensor, such as MONAI's MetaTensor: results of the class that plain PyTorch gives.
+"""Support for subclasses of Tensor, such as MONAI's MetaTensor.
 
 Operations are deferred on the plain tensors inside. The `__torch_function__` of the class runs on
-tensors of the meta device, from which each result takes its class and its attributes.
+tensors of the meta device, which gives each result the class and attributes of plain PyTorch.
 """
 
 import functools
@@ -25,7 +25,7 @@ from preact_kernels.torch_compat import get_overloaded_args
 
 
 class Call(NamedTuple):
-    """A call of the program, with its instances of subclasses."""
+    """A call of the program, with instances of subclasses."""
 
     function: Callable
     args: tuple
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 class NotServed(Exception):
-    """Results of a class cannot be deferred; the message names the class, and says what to do."""
+    """Results of a class cannot be deferred; the message names the class and a workaround."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,7 +52,7 @@ _ADVICE = "pass x.as_subclass(torch.Tensor)"
 
 
 class PlainTensors:
-    """The plain tensors inside instances of subclasses; one for all pending uses of an instance."""
+    """The plain tensors inside instances of subclasses, shared by all pending uses."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
@@ -69,25 +69,25 @@ class PlainTensors:
         return plain
 
     def in_arguments(self, value: Any, types: frozenset[type]) -> Any:
-        """Returns arguments with plain tensors for the instances of subclasses that are served.
+        """Replaces instances of served subclasses in arguments by plain tensors.
 
         Args:
             value: arguments, in tuples, lists and dictionaries.
-            types: classes that stay as they are.
+            types: classes that are not replaced.
         """
 
         def plain(t: Tensor) -> Tensor:
             kind: Any = type(t)
             if kind in types or isinstance(t, Deferred) or refusal(kind):
                 return t
-            # The owner of a parameter is found by the identity of the parameter.
+            # Parameters stay: `Owners` finds their modules by identity.
             return t if getattr(t, "_is_param", False) else self.of(t)
 
         return mapped(plain, value)
 
 
 def _is_alias(plain: Tensor, t: Tensor) -> bool:
-    """Whether `plain` still has the memory of `t`, and its gradient where one is recorded."""
+    """Whether `plain` still has the memory of `t`, and its gradient if gradients are enabled."""
     return (
         torch_compat.storage_id(plain) == torch_compat.storage_id(t)
         and plain.shape == t.shape
@@ -98,7 +98,7 @@ def _is_alias(plain: Tensor, t: Tensor) -> bool:
 
 
 def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
-    """Calls the `__torch_function__` of the classes in a call, without computing anything.
+    """Calls the `__torch_function__` of the classes in a call, on the meta device.
 
     Args:
         call: a call that can be deferred.
@@ -106,10 +106,10 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
         in_place: whether the call returns its first tensor.
 
     Returns:
-        The result on the meta device, with the class and the attributes that plain PyTorch gives.
+        The result on the meta device, with the class and attributes of plain PyTorch.
 
     Raises:
-        NotServed: the class does not just pass on what the function computes.
+        NotServed: the class does more than call the function and return its result.
     """
     args, kwargs = mapped(_on_meta, (call.args, call.kwargs))
     in_order = tensors((args, kwargs))[::-1]
@@ -118,7 +118,7 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
     found: Any = NotImplemented
     with torch_compat.enable_torch_function():
         kinds: Any = tuple(type(t) for t in get_overloaded_args(in_order) if type(t) is not Tensor)
-        if not kinds:  # the classes have no function of their own
+        if not kinds:  # no class overrides `__torch_function__`
             return result
         if any(call.function in _refused.get(kind, ()) for kind in kinds):
             raise _not_served(kinds, call.function)
@@ -131,7 +131,7 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
         except Exception:  # the call itself will raise
             found = None
     is_passed_on = isinstance(found, Tensor) and _has_memory_of(found, function.result)
-    if is_passed_on and not in_place:  # neither arguments nor the result may be kept elsewhere
+    if is_passed_on and not in_place:  # the class must not keep references to its tensors
         is_passed_on = counts == [*map(sys.getrefcount, in_order)] and sys.getrefcount(found) <= 2
     if function.is_refused or not is_passed_on or _has_meta_tensors(found):
         if function.is_refused or found is not None:
@@ -141,7 +141,7 @@ def result_on_meta(call: Call, result: Tensor, in_place: bool) -> Tensor:
     return found
 
 
-# Functions that a class does more than pass on: it is not asked again, for its side effects.
+# By class, functions for which it raised `NotServed`: not called again, for its side effects.
 _refused: weakref.WeakKeyDictionary[type, set[Callable]] = weakref.WeakKeyDictionary()
 
 
@@ -152,7 +152,7 @@ def _not_served(kinds: Sequence[type], function: Callable) -> NotServed:
 
 
 def _on_meta(t: Tensor) -> Tensor:
-    """Returns a tensor of the meta device with the class and the attributes of `t`."""
+    """Returns a tensor on the meta device with the class and attributes of `t`."""
     if isinstance(t, Deferred) and t.preact_node.meta_result is not None:
         return t.preact_node.meta_result
     found = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
@@ -163,11 +163,11 @@ def _on_meta(t: Tensor) -> Tensor:
 
 
 def _has_meta_tensors(t: Tensor) -> bool:
-    """Whether attributes of a result hold tensors of the meta device."""
+    """Whether attributes of a result hold tensors on the meta device."""
     return any(a.is_meta for a in tensors(t.__dict__.values(), in_objects=True))
 
 
-# What is true of tensors of the meta device alone.
+# Properties that differ on the meta device.
 _OF_META = {
     getattr(Tensor, name).__get__
     for name in (
@@ -175,13 +175,13 @@ _OF_META = {
         "requires_grad",
     )
 }
-# Functions that a class may call on tensors of the meta device, and on others.
+# Functions that a class may call on tensors on the meta device, and on other tensors.
 _ALLOWED_ON_META = {*METADATA_FUNCTIONS, Tensor.as_subclass} - _OF_META
 _ALLOWED = {*METADATA_FUNCTIONS, Tensor.clone, Tensor.detach, Tensor.__deepcopy__}
 
 
 class _Function(TorchFunctionMode):
-    """Returns `result` for a call, and refuses calls that compute or draw anything else."""
+    """Returns `result` for a call, and refuses other calls that compute or draw numbers."""
 
     def __init__(self, call: Call, result: Tensor) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class _Function(TorchFunctionMode):
 
 
 def _is_same(given: Any, expected: Any) -> bool:
-    """Whether arguments are equal; tensors may be of other classes, but have the same memory."""
+    """Whether arguments are equal; tensors must share memory, but may differ in class."""
     if isinstance(given, Tensor) and isinstance(expected, Tensor):
         return _has_memory_of(given, expected)
     if isinstance(given, CONTAINERS) and isinstance(expected, CONTAINERS):
@@ -224,7 +224,8 @@ def become_instance(t: Deferred, node: Node, result: Tensor) -> None:
 def deferred_class(kind: type[Tensor]) -> type[Deferred]:
     """Returns the class of deferred tensors that look like instances of `kind`.
 
-    `isinstance` holds for both. Whatever `kind` adds to Tensor, or overrides, is computed first.
+    They are instances of both classes. Accessing members that `kind` adds or overrides computes
+    the tensor first.
     """
     inherited = frozenset(n for n in dir(Tensor) if not _overrides(kind, n)) | _OWN_NAMES
     inherited -= {"__class__", "__dict__"}
@@ -244,7 +245,7 @@ def deferred_class(kind: type[Tensor]) -> type[Deferred]:
         delattr(compute(self, name), name)
 
     members = {"__getattribute__": get, "__setattr__": set_, "__delattr__": delete}
-    for name in dir(kind):  # Python looks up special methods in the class alone
+    for name in dir(kind):  # Python looks up special methods only in the class
         is_special = name.startswith("__") and name not in inherited | _OF_CLASSES
         if is_special and callable(getattr(kind, name)) and _overrides(kind, name):
             members.setdefault(name, _computing(name))
@@ -254,7 +255,7 @@ def deferred_class(kind: type[Tensor]) -> type[Deferred]:
 
 
 _OWN_NAMES = frozenset(("preact_node", "__torch_function__", "__torch_dispatch__"))
-# Special methods that belong to a class and not to its instances.
+# Special methods of a class rather than of its instances.
 _OF_CLASSES = frozenset(
     f"__{name}__"
     for name in (

@@ -1,4 +1,4 @@
-"""Compares a converted model with the plain one on an example, for `pk.convert`."""
+"""Compares a converted model with the plain model on an example, for `pk.convert`."""
 
 import contextlib
 import copy
@@ -17,7 +17,7 @@ from preact_kernels.conversion.containers import CONTAINERS, items
 # Relative tolerance in float64: far above rounding errors, below the effect of a wrong operation.
 _TOLERANCE = 1e-7
 _SMALLEST = 1e4  # error allowed for each result, in roundings of the norm of its group
-_FACTOR = 8  # allows for chance: some groups hold few numbers
+_FACTOR = 8  # allows for chance, as some groups have few numbers
 _DRAWS = 3  # runs with noise, which show how plain PyTorch amplifies rounding errors
 
 Results = dict[str, Tensor | None]
@@ -60,11 +60,11 @@ class Example(NamedTuple):
 class Verifier:
     """Compares converted copies of a model with the plain model.
 
-    The results of a forward and a backward are compared, in training and evaluation: outputs,
-    gradients of parameters and inputs, and buffers after the forward. A mode in which plain PyTorch
-    raises is skipped. In float64, each tensor must be equal up to rounding. In the model's dtype,
-    outputs, gradients and buffers, each group together, must be as close to float64 as plain
-    PyTorch, with a factor for chance:
+    Compares the results of a forward and a backward, in training and evaluation: outputs, gradients
+    of parameters and inputs, and buffers after the forward. Skips a mode in which plain PyTorch
+    raises. In float64, each tensor must be equal up to rounding. In the model's dtype, the groups
+    of all outputs, gradients and buffers must be as close to float64 as in plain PyTorch, with a
+    factor for chance:
 
         |converted - truth| <= 8 |plain - truth| + 8 roundings.
 
@@ -76,7 +76,7 @@ class Verifier:
         refusal: why copies cannot be compared, or an empty string.
 
     Raises:
-        ValueError: the model raises on the example, or returns no tensor.
+        ValueError: the model raises on the example, or does not return a tensor.
     """
 
     def __init__(self, plain: nn.Module, example: Example) -> None:
@@ -101,7 +101,7 @@ class Verifier:
             self.refusal = "plain PyTorch does not repeat its results on the example"
 
     def difference(self, converted: nn.Module) -> str:
-        """Describes how a converted copy differs from the plain model; empty: it does not."""
+        """Describes how a converted copy differs from the plain model; empty if it does not."""
         found = _results(converted, self._example)
         if different := _other_kind(found, self._own):
             return different
@@ -125,7 +125,7 @@ class Verifier:
             size = _norm(truth[name] for name in names)
             rounding = max(_roundoff(self._own[name]) for name in names)
             allowed = _FACTOR * (max(own, *noisy) + rounding * size)
-            if rounding == _roundoff(truth[names[0]]):  # compared in float64 already
+            if rounding == _roundoff(truth[names[0]]):  # already compared in float64
                 continue
             if not error <= allowed and _is_finite(self._own, names):
                 return f"{group}s: off by {error:.1e}, expected at most {allowed:.1e}"
@@ -144,7 +144,7 @@ def _groups(results: Results) -> dict[str, list[str]]:
 def _first_difference(
     found: Results, expected: Results, noisy: Sequence[Results], tolerances: dict[str, float]
 ) -> str:
-    """Describes the first result that differs by more than plain PyTorch amplifies rounding."""
+    """Describes the first result with an error beyond plain PyTorch's amplified rounding errors."""
     for name, t in expected.items():
         if name.startswith(_ERROR) or (t is not None and t.is_floating_point()):
             continue
@@ -165,7 +165,7 @@ def _first_difference(
 def _other_kind(found: Results, expected: Results) -> str:
     """Describes the first result that is missing or has another shape, dtype or layout."""
     for name, t in expected.items():
-        if name.startswith(_ERROR):  # plain PyTorch raised: there is nothing to compare
+        if name.startswith(_ERROR):  # plain PyTorch raised
             continue
         if name not in found:
             return _errors(found) or f"{name} is missing"
@@ -201,7 +201,7 @@ def _results(model: nn.Module, example: Example) -> Results:
             call = example.converted(lambda t: t)
             try:
                 outputs = _tensors(own(*call.args, **call.kwargs))
-                # Read before the backward: checkpoints in plain PyTorch count the batch again.
+                # Before the backward, in which checkpoints of plain PyTorch count the batch again.
                 results |= {f"buffer of {mode}, {n}": b.clone() for n, b in own.named_buffers()}
                 results |= {f"output of {mode}, {i}": t.clone() for i, t in enumerate(outputs)}
                 losses = [_weighted_sum(t).double() for t in outputs if t.requires_grad]
@@ -234,7 +234,7 @@ def _errors(results: Results) -> str:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Returns the tensors in a value, in containers and in attributes of objects."""
+    """Returns the tensors in a value, in containers and attributes of objects."""
     found, seen, waiting = [], set(), [value]
     while waiting:
         for leaf in torch_compat.tree_leaves(waiting.pop()):
@@ -252,16 +252,16 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _weighted_sum(t: Tensor) -> Tensor:
-    """Returns a loss that gives each element of `t` another gradient."""
+    """Returns a loss with a different gradient for each element of `t`."""
     weights = torch.cos(torch.arange(t.numel(), device=t.device, dtype=torch.float64))
     return (t * weights.to(t.real.dtype).reshape(t.shape)).sum().real
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[list[str]]:
-    """Restores a model's buffers and gradients if its copies changed them (closures may).
+    """Restores a model's buffers and gradients if its copies changed them, as closures can.
 
-    Then the yielded list receives a reason.
+    In that case, appends a reason to the yielded list.
     """
     gradients = [(p, p.grad) for p in model.parameters()]
     tensors = [*model.buffers(), *(g for _, g in gradients if g is not None)]
@@ -281,12 +281,12 @@ def unchanged(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _same_random_numbers(devices: Sequence[int]) -> Iterator[None]:
-    """Seeds Python, NumPy and torch (CPU and CUDA `devices`); restores their state at the end."""
+    """Seeds Python, NumPy and torch (CPU and CUDA `devices`), and restores their states."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices):
         try:
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every device
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed all devices
             for device in devices:
                 torch.cuda.default_generators[device].manual_seed(0)
             random.seed(0)
@@ -300,7 +300,7 @@ def _same_random_numbers(devices: Sequence[int]) -> Iterator[None]:
 
 
 def _noisy_results(model: nn.Module, example: Example, seed: int) -> Results:
-    """Returns `_results` with a rounding error added to parameters and inputs."""
+    """`_results` with a rounding error added to parameters and inputs."""
 
     def noise(t: Tensor) -> Tensor:
         generator = torch.Generator(t.device).manual_seed(seed)
@@ -334,7 +334,7 @@ def _is_equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _coarse(results: Results) -> dict[str, float]:
-    """Returns relative tolerances for models that do not run in float64: half of the digits."""
+    """Returns tolerances for models that do not run in float64: half of the digits."""
     return {name: _roundoff(t) ** 0.5 for name, t in results.items()}
 
 
