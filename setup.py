@@ -1,8 +1,8 @@
-"""Builds the compiled libraries; everything else about the package is in pyproject.toml.
+"""Builds the compiled libraries; pyproject.toml has the rest of the configuration.
 
-PREACT_KERNELS_NATIVE=0 compiles nothing. PREACT_KERNELS_CUDA=0 leaves the CUDA library out and =1
-insists on it; by default it is built where nvcc is found. TORCH_CUDA_ARCH_LIST names the GPUs to
-build for. Nothing needs a GPU or the network.
+PREACT_KERNELS_NATIVE=0 compiles nothing. PREACT_KERNELS_CUDA=0 omits the CUDA library, 1 requires
+it; by default it is built if nvcc is found. TORCH_CUDA_ARCH_LIST selects the GPUs to build for. The
+build needs no GPU and no network.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ OLDEST_SETUPTOOLS, OLDEST_TORCH = (
     tuple(map(int, re.search(rf'"{name}>=([\d.]+)"', PYPROJECT)[1].split(".")))
     for name in ("setuptools", "torch")
 )
-# The LibTorch stable ABI of the oldest torch: one build serves every later torch and every Python.
-# No flag names a processor: the sources choose their instruction set when they run.
+# The LibTorch stable ABI of the oldest torch: one build serves all later versions of torch, and all
+# versions of Python. No flag selects a processor: the code chooses its instruction set at run time.
 TARGET = "-DTORCH_TARGET_VERSION=0x{:02x}{:02x}000000000000".format(*OLDEST_TORCH)
 FLAGS = ["-O3", "-std=c++17", TARGET]
-# -g0: Python's flags ask for debug information, ten times the size of the code.
+# -g0: Python's flags enable debug information, ten times the size of the code.
 CXX_FLAGS = [*FLAGS, "-g0", "-fvisibility=hidden"]
 NVCC_FLAGS = [*FLAGS, "-Xcompiler=-fvisibility=hidden"]
-# Without TORCH_CUDA_ARCH_LIST. The last comes as PTX too, for later GPUs.
+# Names of architectures in TORCH_CUDA_ARCH_LIST, as in torch.
 NAMED_ARCHITECTURES = {
     "Ampere": "8.0;8.6",
     "Ada": "8.9",
     "Hopper": "9.0",
     "Blackwell": "10.0;12.0",
 }
-CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
+CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"  # default; PTX runs on later GPUs
 
 
 def find_files(root, *patterns):
@@ -60,13 +60,13 @@ def find_cuda_files(root="."):
 
 
 def digest(files, root="."):
-    """Return a digest of what files contain."""
+    """Return a digest of the contents of files."""
     contents = (Path(root, file).read_bytes() for file in files)
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def require(name, found, oldest):
-    """Exits with one line where version `found` of a package is older than `oldest`, a tuple."""
+    """Exit with one line if version `found` of a package is older than the tuple `oldest`."""
     if tuple(map(int, re.findall(r"\d+", found)[: len(oldest)])) < oldest:
         needs = ".".join(map(str, oldest))
         sys.exit(
@@ -90,16 +90,16 @@ def find_obstacle():
 
 
 def relative_paths():
-    """Return the flags that make __FILE__, a part of error messages, independent of the machine."""
+    """Return flags that make __FILE__, a part of error messages, independent of the machine."""
     import torch
 
-    # Longest last: the compiler uses the last matching prefix, and torch may be in the tree.
+    # Longest last: the compiler uses the last matching prefix, and torch may be below the folder.
     folders = os.getcwd(), os.path.dirname(os.path.dirname(torch.__file__))
     return [f"-fmacro-prefix-map={folder}/=" for folder in sorted(folders, key=len)]
 
 
 def cpu_extension():
-    """Return the CPU library, a shared object that `torch.ops.load_library` loads."""
+    """Return the CPU library, a shared object for `torch.ops.load_library`."""
     from torch.utils.cpp_extension import CppExtension
 
     return CppExtension(
@@ -107,17 +107,17 @@ def cpu_extension():
         sorted(glob("csrc/cpu/**/*.cpp", recursive=True)),
         depends=find_headers(),
         include_dirs=INCLUDE_DIRS.copy(),
-        # Before torch's libraries: they export some functions of a newer libstdc++.
+        # Before torch's libraries, which export some functions of a newer libstdc++.
         libraries=["stdc++"],
         extra_compile_args=[*CXX_FLAGS, *relative_paths()],
-        py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, leaves libtorch_python out
+        py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, omits libtorch_python
     )
 
 
 def cuda_targets(names):
-    """Return nvcc's flags for architectures such as "8.0;9.0+PTX"; a space separates too.
+    """Return nvcc's flags for architectures such as "8.0;9.0+PTX", "8.0 9.0" or "Hopper".
 
-    Architectures older than 8.0 are left out. Names are those of torch, such as "Hopper".
+    Architectures older than 8.0 are omitted.
 
     Raises:
         ValueError: an architecture is neither a number nor a name, or all are older than 8.0.
@@ -170,10 +170,10 @@ def find_cuda_obstacle(nvcc, targets):
 
 
 def cuda_extension():
-    """Return the CUDA library, or None where it has no sources, no nvcc or is not wanted.
+    """Return the CUDA library, or None if it is disabled, or without sources or nvcc.
 
-    It builds against a CPU-only torch too, so it names neither libtorch_cuda nor libcudart: where
-    it is loaded, libtorch.so brings both.
+    To build against a CPU-only torch, too, it does not link libtorch_cuda or libcudart: libtorch.so
+    loads both at run time.
     """
     wanted = os.environ.get("PREACT_KERNELS_CUDA")
     sources, headers = find_cuda_files()
@@ -195,7 +195,7 @@ def cuda_extension():
 
     from torch.utils import cpp_extension
 
-    if cpp_extension.CUDA_HOME is None:  # a CPU-only torch does not look for it
+    if cpp_extension.CUDA_HOME is None:  # a CPU-only torch does not search for it
         cpp_extension.CUDA_HOME = os.path.dirname(os.path.dirname(nvcc))
     os.environ["PREACT_KERNELS_NVCC"] = os.environ.get("PYTORCH_NVCC", nvcc)
     os.environ["PYTORCH_NVCC"] = f"sh {shlex.quote(os.path.abspath('csrc/cuda/nvcc.sh'))}"
@@ -208,14 +208,14 @@ def cuda_extension():
         include_dirs=INCLUDE_DIRS + cpp_extension.include_paths(),
         library_dirs=cpp_extension.library_paths(),
         extra_compile_args={
-            # In library.cpp; bench/dry_run.py looks for it.
+            # The digest ends up in library.cpp; bench/dry_run.py reads it.
             "cxx": [
                 *CXX_FLAGS,
                 *relative_paths(),
                 f"-DPREACT_KERNELS_SOURCES={digest(sources + headers)}",
                 *defined,
             ],
-            # A CPU-only torch does not follow the headers of a .cu file: name what is in them.
+            # With a CPU-only torch, ninja does not track headers of .cu files: a digest does.
             "nvcc": [
                 *NVCC_FLAGS,
                 *(f"-Xcompiler={flag}" for flag in relative_paths()),
@@ -231,7 +231,7 @@ def cuda_extension():
 
 
 def wheel_command():
-    """Return a command that builds a wheel for every Python: the libraries use no symbol of it."""
+    """Return a command that builds a wheel for all Pythons: the libraries use no Python symbols."""
     from setuptools.command.bdist_wheel import bdist_wheel
 
     class PlatformWheel(bdist_wheel):
@@ -242,9 +242,9 @@ def wheel_command():
 
 
 def native_settings():
-    """Return the arguments of `setup` that make the compiled libraries, where they can be made."""
+    """Return the arguments of `setup` for the compiled libraries, if they can be built."""
     if {"egg_info", "dist_info"} & set(sys.argv):
-        return {}  # metadata only: spare the import of torch
+        return {}  # metadata only: do not import torch
     obstacle = find_obstacle()
     if obstacle:
         print(f"preact_kernels: will run on the `reference` backend ({obstacle})", file=sys.stderr)

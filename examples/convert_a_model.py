@@ -13,7 +13,7 @@ import preact_kernels as pk
 
 
 class Block(nn.Module):
-    """A pre-activation block as many projects write it."""
+    """A pre-activation block, as many projects write it."""
 
     def __init__(self, in_planes: int, planes: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A training step in one CUDA graph; on a CPU the same step runs uncaptured.
+"""A training step as one CUDA graph; on a CPU, the step runs without a graph.
 
 Run: python examples/graphed_step.py
 """

@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 
-BUDGET = 20 * 2**20  # bytes that a forward may keep for the backward
+BUDGET = 20 * 2**20  # bytes that a forward may save for backward
 
 
 def main() -> None:
-    """Plans memory modes, counts kept bytes, and runs one step."""
+    """Plans memory modes, counts saved bytes, and runs one step."""
     torch.manual_seed(0)
     plain = pk.preact_resnet(1001, fused=False)
     model = pk.preact_resnet(1001)

@@ -1,4 +1,4 @@
-"""Train a pre-activation ResNet on CIFAR-10. One line, `pk.convert`, makes it run fused.
+"""Train a pre-activation ResNet on CIFAR-10; `pk.convert` makes it run fused.
 
 Run: python examples/train_cifar.py  # on scikit-learn's digits: half a minute on a CPU
      python examples/train_cifar.py --data ~/cifar10 --depth 110 --epochs 200 --bf16
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def resnet(depth: int, classes: int) -> nn.Sequential:
-    """Returns ResNet v2 of 6n + 2 layers."""
+    """Returns a ResNet v2 of 6n + 2 layers."""
     layers, in_planes = [nn.Conv2d(3, 16, 3, padding=1, bias=False)], 16
     for planes, stride in ((16, 1), (32, 2), (64, 2)):
         for index in range((depth - 2) // 6):

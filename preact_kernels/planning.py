@@ -211,7 +211,7 @@ def _cheapest(
 class _BlockBytes(NamedTuple):
     """Bytes of the tensors that the forward of a block computes."""
 
-    inputs: list[int]  # of each unit
+    inputs: list[int]  # one per unit
     statistics: list[int]  # saved statistics of each unit, except buffers
     output: int
 

@@ -32,7 +32,7 @@ if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < OLDEST_TORCH:
         f"got torch {torch.__version__}"
     )
 
-# One call, and on a GPU one launch, for a list of tensors. There are no public functions.
+# One call, and on a GPU one launch, for a list of tensors. PyTorch has no public equivalents.
 foreach_add_ = torch._foreach_add_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
@@ -42,7 +42,7 @@ foreach_norm = torch._foreach_norm
 # Base class of all batch norms.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 
-# Whether a `torch.func` transform is running. There is no public function.
+# Whether a `torch.func` transform is running. PyTorch has no public equivalent.
 has_functorch_transform = torch._C._are_functorch_transforms_active
 
 # Disables `__torch_function__` of modes and of subclasses of Tensor.
@@ -96,7 +96,7 @@ top_saved_tensor_hooks = functools.partial(
 # Whether hooks of saved tensors are allowed (`disable_saved_tensors_hooks` forbids them).
 has_saved_tensor_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
-# Whether autocast is on for any device. There is no public function.
+# Whether autocast is on for any device. PyTorch has no public equivalent.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 # Whether forward-mode differentiation is allowed on this thread. PyTorch forbids it in the forward
@@ -263,7 +263,7 @@ def sync_batch_norm(
 
 
 def has_module_hook(module: nn.Module) -> bool:
-    """Whether hooks are registered on `module`. There is no public function."""
+    """Whether hooks are registered on `module`. PyTorch has no public equivalent."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -23,7 +23,7 @@ class Context(NamedTuple):
     has_grad: bool
     is_inference: bool
     autocast_dtype: torch.dtype | None  # None: autocast is off
-    saved_tensor_hooks: tuple[Callable, Callable] | None  # of `saved_tensors_hooks`
+    saved_tensor_hooks: tuple[Callable, Callable] | None  # pack and unpack
     backend: str
     stream: Any  # CUDA stream; None on a CPU
 

@@ -38,7 +38,7 @@ FIRST |= {Tensor.add_, Tensor.__iadd__, Tensor.contiguous}
 
 # Operations before an activation that can run fused with it.
 _ACTIVATED = (NORM, SCALE, SHIFT)
-_THRESHOLD = 20  # of softplus
+_THRESHOLD = 20  # softplus's, in PyTorch and the kernels
 
 
 def _number(value: Any) -> float | None:

@@ -71,7 +71,7 @@ class _Call(NamedTuple):
     is_outermost: bool  # whether it opened the region
     frame: types.FrameType  # frame that called the module
     outer_memory: str  # memory mode to restore
-    handles: list[Any]  # of hooks and forwards of children, with a method `remove`
+    handles: list[Any]  # each undoes a change of a child by `remove()`
     norms: list[nn.SyncBatchNorm]  # children with a `SyncForward`
 
 

@@ -75,7 +75,7 @@ class Recomputed:
         if value is not None:
             return value
         in_modes = self._context.entered_in_backward()
-        transforms = torch_compat.without_functorch_transforms()  # of the backward
+        transforms = torch_compat.without_functorch_transforms()
         with transforms, torch_compat.disable_torch_function(), in_modes, torch.no_grad():
             return self._computed(source)
 

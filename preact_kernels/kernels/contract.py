@@ -112,7 +112,7 @@ class Unit(NamedTuple):
     uses_batch: bool = True  # normalise with the statistics of the batch
     process_group: object = None  # shares the batch statistics; kernels do not read it
     activation: Activation = RELU
-    has_rows: bool = False  # of the norm
+    has_rows: bool = False  # whether the norm has rows
 
 
 class Statistics(NamedTuple):
@@ -134,7 +134,7 @@ class Norm(NamedTuple):
     bias: Tensor | None  # None only in an affine step that does not differentiate the activation
     eps: float
     activation: str = "relu"  # a name of `ACTIVATIONS`
-    parameter: float = 0.0  # of the activation
+    parameter: float = 0.0  # see `ACTIVATIONS`
 
     @property
     def has_rows(self) -> bool:
@@ -220,7 +220,7 @@ class BlockRun(NamedTuple):
     `serves` holds for all units, which have stride 1 and no process group.
     """
 
-    units: Sequence[Unit]  # of each block
+    units: Sequence[Unit]  # units of one block
     parameters: Sequence[Parameters]  # one for each unit of each block
     eps: Sequence[float]  # one for each unit of each block
     # Statistics of the input of each unit; None: the forward computes them from the batch.
@@ -230,7 +230,7 @@ class BlockRun(NamedTuple):
 class RunWanted(NamedTuple):
     """The results of `block_run_forward` to return."""
 
-    statistics: bool  # of the output
+    statistics: bool  # statistics of y
     block_inputs: Sequence[bool]  # for each block, the input of its first unit
     unit_inputs: bool  # the inputs of all other units
 
@@ -239,16 +239,16 @@ class BlockRunOutput(NamedTuple):
     """Results of `block_run_forward`."""
 
     y: Tensor
-    statistics: Statistics | None  # of y
-    unit_statistics: list[Statistics]  # of the input of each unit
-    inputs: list[Tensor | None]  # of each unit; None where not wanted
+    statistics: Statistics | None  # statistics of y
+    unit_statistics: list[Statistics]  # one for the input of each unit
+    inputs: list[Tensor | None]  # one for each unit; None where not wanted
 
 
 class BlockRunGradients(NamedTuple):
     """Results of `block_run_backward`."""
 
-    x: Gradient  # of the first block's input, with a deferred step
-    parameters: list[Parameters]  # of each unit
+    x: Gradient  # gradient of the first block's input, with a deferred step
+    parameters: list[Parameters]  # gradients for each unit
 
 
 class Kernels(Protocol):

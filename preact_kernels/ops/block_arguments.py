@@ -61,8 +61,8 @@ class StageContext(NamedTuple):
     """Properties shared by all blocks of a stage."""
 
     device: torch.device
-    stream_dtype: torch.dtype  # of the residual stream
-    dtype: torch.dtype  # of the convolutions' products
+    stream_dtype: torch.dtype  # dtype of the residual stream
+    dtype: torch.dtype  # dtype of the convolutions' products
     is_autocast: bool
 
 

@@ -36,7 +36,7 @@ class MemoryMode(NamedTuple):
 
     name: str = "store"
     segments: int | None = None  # None: `segment_starts` chooses
-    anchor_every: int | None = None  # save every so many block inputs; None: by dtype
+    anchor_every: int | None = None  # save the input of one in so many blocks; None: by dtype
 
     def segment_starts(self, count: int) -> list[int]:
         """Index of the first block of each segment; lengths differ by at most one block.

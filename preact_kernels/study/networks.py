@@ -28,8 +28,8 @@ INITIALISATIONS = ("he", "orthogonal", "zero-branch")
 class ResidualNetwork(nn.Module):
     """A stem, stages of `ResidualBlock`s, mean pool and linear layer.
 
-    If blocks start with a norm, a norm follows the last block, else it follows the stem; likewise
-    for the activation.
+    A norm follows the last block if blocks start with one, else the stem; and so does an
+    activation.
 
     Args:
         stem: the first convolution.

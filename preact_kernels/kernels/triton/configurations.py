@@ -54,8 +54,8 @@ class ConvBlocks(NamedTuple):
     block_cin: int
     block_cout: int
     num_warps: int
-    num_stages: int  # of the loop over tiles
-    num_tap_stages: int = 1  # of the inner loop over taps; 0: unrolled
+    num_stages: int  # stages of the loop over tiles
+    num_tap_stages: int = 1  # stages of the inner loop over taps; 0: unrolled
     resident: int = 1  # programs per multiprocessor
 
 

@@ -66,7 +66,7 @@ class UnitSizes(NamedTuple):
     images: Sizes
     x_pixels: int  # over the batch
     y_pixels: int
-    parameter: float | None  # of the activation, as kernels take it
+    parameter: float | None  # see `KernelActivation`
     constants: dict[str, Any]  # the first compile-time arguments of the kernels
 
     @property
@@ -79,7 +79,7 @@ class UnitSizes(NamedTuple):
 
 
 def unit_sizes(unit: Unit, x_shape: Sequence[int]) -> UnitSizes:
-    """The sizes of a unit whose convolution has one group."""
+    """The sizes of a unit. Its convolution must have one group."""
     unit = unit._replace(process_group=None)  # caches must not keep it alive
     stride, padding, dilation, _ = unit.conv
     fields: Any = (*unit.weight_shape, *stride, *padding, *dilation)

@@ -44,7 +44,7 @@ def wait_for_predecessors():
 
 
 class PreparedLaunch(NamedTuple):
-    """A compiled kernel, and the launcher's arguments before and after the kernel's own."""
+    """A compiled kernel, and the launcher's arguments before and after the kernel's."""
 
     compiled: Any  # kept alive: Triton 3.9 unloads the code of unreferenced kernels
     run: Callable

@@ -64,7 +64,7 @@ class _RunKey(NamedTuple):
 
     context: LaunchContext
     precision: str
-    units: tuple[Unit, ...]  # of a block
+    units: tuple[Unit, ...]  # units of one block
     x_shape: Sequence[int]
 
 

@@ -57,7 +57,7 @@ class RunWeightGradients:
             self._partials = x.new_empty(shape, dtype=torch.float32)
         self._slots = self._partials.unbind()
         self._results = new_weight_gradients(unit.conv_weights[0], blocks)
-        self._inputs: list[WeightInputs] = []  # of this group, for a separate launch
+        self._inputs: list[WeightInputs] = []  # this group's, for a separate launch
         self._begin_group(blocks)
 
     def _begin_group(self, end: int) -> None:
