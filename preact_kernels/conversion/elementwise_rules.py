@@ -38,7 +38,7 @@ FIRST |= {Tensor.add_, Tensor.__iadd__, Tensor.contiguous}
 
 # Operations before an activation that can run fused with it.
 _ACTIVATED = (NORM, SCALE, SHIFT)
-_THRESHOLD = 20  # softplus's, in PyTorch and the kernels
+_SOFTPLUS_THRESHOLD = 20
 
 
 def _number(value: Any) -> float | None:
@@ -81,7 +81,7 @@ def _elu(input, alpha=1.0, inplace=False):
 
 def _softplus(input, beta=1, threshold=20):
     number = _number(beta)
-    is_served = number is not None and number > 0 and _number(threshold) == _THRESHOLD
+    is_served = number is not None and number > 0 and _number(threshold) == _SOFTPLUS_THRESHOLD
     return input, Activation("softplus", beta) if is_served else None, False
 
 

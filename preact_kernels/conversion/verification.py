@@ -17,8 +17,8 @@ from preact_kernels.conversion.containers import CONTAINERS, items
 # Relative tolerance in float64: far above rounding errors, below the effect of a wrong operation.
 _TOLERANCE = 1e-7
 _SMALLEST = 1e4  # error allowed for each result, in roundings of the norm of its group
-_FACTOR = 8  # allows for chance, as some groups have few numbers
-_DRAWS = 3  # runs with noise, which show how plain PyTorch amplifies rounding errors
+_CHANCE_FACTOR = 8  # some groups have few numbers
+_NOISY_RUNS = 3  # show how plain PyTorch amplifies rounding errors
 
 Results = dict[str, Tensor | None]
 _ERROR = "error: "  # prefix of names for exceptions
@@ -85,7 +85,7 @@ class Verifier:
         if not any(name.startswith("output") for name in self._own):
             error = _errors(self._own) or "no tensor"
             raise ValueError(f"example_inputs: expected a model that returns tensors, got {error}")
-        self._noisy = [_noisy_results(plain, example, seed) for seed in range(_DRAWS)]
+        self._noisy = [_noisy_results(plain, example, seed) for seed in range(_NOISY_RUNS)]
         self._wide: Results | None = None
         self._wide_noisy: list[Results] = []
         wide, wide_example = _in_float64(plain), example.converted(Tensor.double)
@@ -124,7 +124,7 @@ class Verifier:
             )
             size = _norm(truth[name] for name in names)
             rounding = max(_roundoff(self._own[name]) for name in names)
-            allowed = _FACTOR * (max(own, *noisy) + rounding * size)
+            allowed = _CHANCE_FACTOR * (max(own, *noisy) + rounding * size)
             if rounding == _roundoff(truth[names[0]]):  # already compared in float64
                 continue
             if not error <= allowed and _is_finite(self._own, names):

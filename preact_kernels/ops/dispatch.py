@@ -185,20 +185,20 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def _refusal(
-    backend: Backend, device_type: str, dtype: torch.dtype, of: tuple[str, str] = ("x", "x")
+    backend: Backend, device_type: str, dtype: torch.dtype, arguments: tuple[str, str] = ("x", "x")
 ) -> str | None:
-    """Why a backend does not serve a device and a dtype; `of` names the two arguments."""
+    """Why a backend does not serve a device and a dtype; `arguments` names the two."""
     if backend.device_types and device_type not in backend.device_types:
         served = " or ".join(backend.device_types)
-        return f"{of[0]}: expected a tensor on {served}, got {device_type}"
+        return f"{arguments[0]}: expected a tensor on {served}, got {device_type}"
     if dtype not in backend.dtypes:
         names = ", ".join(map(checks.dtype_name, backend.dtypes))
-        return f"{of[1]}: expected dtype {names}, got {checks.dtype_name(dtype)}"
+        return f"{arguments[1]}: expected dtype {names}, got {checks.dtype_name(dtype)}"
     return None
 
 
 def _serving(
-    name: str, device_type: str, dtype: torch.dtype, of: tuple[str, str] = ("x", "x")
+    name: str, device_type: str, dtype: torch.dtype, arguments: tuple[str, str] = ("x", "x")
 ) -> Backend:
     """The backend for a device and a dtype; `name` is "auto" or the backend's.
 
@@ -206,7 +206,7 @@ def _serving(
         BackendError: the selected backend cannot serve the device or the dtype.
     """
     if name != "auto":
-        refusal = _refusal(_by_name[name], device_type, dtype, of)
+        refusal = _refusal(_by_name[name], device_type, dtype, arguments)
         if refusal:
             raise BackendError(f"backend {name!r} cannot serve this call: {refusal}")
         return _by_name[name]

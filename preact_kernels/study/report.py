@@ -19,7 +19,7 @@ from preact_kernels.study.training import TrainingRun
 
 _HISTOGRAM_IMAGES = 64
 _HISTOGRAM_BINS = 201  # plots cut off the ends, which have few values
-_WARNINGS = 20  # most warnings in a report
+_MOST_WARNINGS = 20
 SIGNALS = {  # columns of `BlockRow` to plot: label, healthy range
     "gradient_norm": ("L2 norm of the gradient", None),
     "gradient_to_weight": ("gradient-to-weight ratio", (1e-3, 1e-2)),
@@ -177,7 +177,7 @@ def write_report(run: TrainingRun) -> Path:
 def _warning_lines(warnings: Sequence[str]) -> list[str]:
     if not warnings:
         return ["No threshold was crossed."]
-    lines = [f"- {warning}" for warning in warnings[:_WARNINGS]]
-    if len(warnings) > _WARNINGS:
-        lines.append(f"- and {len(warnings) - _WARNINGS} more")
+    lines = [f"- {warning}" for warning in warnings[:_MOST_WARNINGS]]
+    if len(warnings) > _MOST_WARNINGS:
+        lines.append(f"- and {len(warnings) - _MOST_WARNINGS} more")
     return [f"Thresholds were crossed {len(warnings)} times:", "", *lines]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from preact_kernels.kernels.contract import Activation
 
-_THRESHOLD = 20.0  # PyTorch's default for softplus, in units of beta * p
+_SOFTPLUS_THRESHOLD = 20.0  # default of PyTorch, in units of beta * p
 _aten = torch.ops.aten
 
 # act(p, parameter)
@@ -23,7 +23,7 @@ _FORWARD: dict[str, Callable[[Tensor, float], Tensor]] = {
     "elu": lambda p, alpha: F.elu(p, alpha),
     "hardswish": lambda p, _: F.hardswish(p),
     "mish": lambda p, _: F.mish(p),
-    "softplus": lambda p, beta: F.softplus(p, beta, _THRESHOLD),
+    "softplus": lambda p, beta: F.softplus(p, beta, _SOFTPLUS_THRESHOLD),
     "sigmoid": lambda p, _: torch.sigmoid(p),
     "tanh": lambda p, _: torch.tanh(p),
 }
@@ -40,7 +40,7 @@ _BACKWARD: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "elu": lambda dy, p, alpha: _aten.elu_backward(dy, alpha, 1, 1, False, p),
     "hardswish": lambda dy, p, _: _aten.hardswish_backward(dy, p),
     "mish": lambda dy, p, _: _aten.mish_backward(dy, p),
-    "softplus": lambda dy, p, beta: _aten.softplus_backward(dy, p, beta, _THRESHOLD),
+    "softplus": lambda dy, p, beta: _aten.softplus_backward(dy, p, beta, _SOFTPLUS_THRESHOLD),
     "sigmoid": lambda dy, p, _: _aten.sigmoid_backward(dy, torch.sigmoid(p)),
     "tanh": lambda dy, p, _: _aten.tanh_backward(dy, torch.tanh(p)),
 }

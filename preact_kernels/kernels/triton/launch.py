@@ -23,8 +23,9 @@ INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
 
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 _INTERPRETED_PROGRAMS = 3  # more than one, so that partial results are merged; few, for speed
-_REGISTERS, _WARP = 65536, 32  # registers per multiprocessor, threads per warp
-_MOST_REGISTERS = 255  # per thread
+_REGISTERS_PER_MULTIPROCESSOR = 65536
+_THREADS_PER_WARP = 32
+_MOST_REGISTERS_PER_THREAD = 255
 _MAX_INT32_INDEX = 2**31 - 2**16  # leaves room for the last tile to exceed the tensor
 
 
@@ -71,8 +72,10 @@ def compile_options(constants: Mapping[str, Any], num_warps: int) -> dict[str, A
         options["launch_pdl"] = True
     blocks = constants.get("BLOCKS")
     if isinstance(blocks, ConvBlocks):
-        registers = _REGISTERS // (_WARP * num_warps * blocks.resident)
-        options["maxnreg"] = min(registers // 8 * 8, _MOST_REGISTERS)
+        registers = _REGISTERS_PER_MULTIPROCESSOR // (
+            _THREADS_PER_WARP * num_warps * blocks.resident
+        )
+        options["maxnreg"] = min(registers // 8 * 8, _MOST_REGISTERS_PER_THREAD)
     return options
 
 

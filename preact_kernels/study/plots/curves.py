@@ -37,7 +37,7 @@ from preact_kernels.study.plots.parts import (
 )
 
 _BAR = "#A9CCE3"
-_SMOOTH = 20  # points in the moving mean of a run's loss
+_MEAN_POINTS = 20  # in the moving mean of losses
 
 
 def plot_losses(
@@ -265,8 +265,8 @@ def plot_training(
         rate.set_yticks([])
         say(rate, "not recorded")
     scale_y(loss, (v for _, v in losses))
-    name = f"loss, mean of {_SMOOTH} points"
-    left_out = draw_runs(loss, name, [[(step * scale, v) for step, v in losses]], _SMOOTH, 0)
+    name = f"loss, mean of {_MEAN_POINTS} points"
+    left_out = draw_runs(loss, name, [[(step * scale, v) for step, v in losses]], _MEAN_POINTS, 0)
     numbers = [row["epoch"] for row in epochs]
     measured = False
     for i, (key, name) in enumerate((("train_accuracy", "training"), ("test_accuracy", "test"))):

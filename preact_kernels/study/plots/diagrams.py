@@ -13,9 +13,9 @@ from preact_kernels.study.plots.parts import Look, save_png
 
 # Positions are in inches; the vertical axis points down.
 _SHORTCUT_X, _BRANCH_X = 0.55, 1.5
-_COLUMN = 2.45  # width of a placement's drawing
+_COLUMN_WIDTH = 2.45
 _BOX_WIDTH, _BOX_HEIGHT, _RADIUS = 1.0, 0.30, 0.14
-_ROW = 0.56  # distance between layers
+_ROW_HEIGHT = 0.56
 _TOP = 0.95  # position of the input, below the names
 
 _GREY = "#B8BCC2"
@@ -124,8 +124,8 @@ def _draw_placement(axes: Axes, left: float, name: str, placement: Placement, en
     """Draws a block in the column at `left`, with its output at height `end`."""
     shortcut, branch = left + _SHORTCUT_X, left + _BRANCH_X
     layers = branch_layers(placement)
-    heights = [_TOP + (i + 1.1) * _ROW for i in range(len(layers))]
-    addition = heights[-1] + 0.85 * _ROW
+    heights = [_TOP + (i + 1.1) * _ROW_HEIGHT for i in range(len(layers))]
+    addition = heights[-1] + 0.85 * _ROW_HEIGHT
     reach = _BOX_WIDTH / 2 + 0.1
     for chain in fused_chains(placement):
         adds = fuses_addition(placement) and chain[-1] == len(layers) - 1
@@ -133,7 +133,9 @@ def _draw_placement(axes: Axes, left: float, name: str, placement: Placement, en
         _shade(axes, branch - reach, branch + reach, heights[chain[0]] - 0.2, bottom)
         if adds:
             _shade(axes, shortcut - 0.3, branch + reach, addition - 0.22, bottom)
-    axes.text(left + _COLUMN / 2 - 0.1, _TOP - 0.32, name, ha="center", fontsize=10, weight="bold")
+    axes.text(
+        left + _COLUMN_WIDTH / 2 - 0.1, _TOP - 0.32, name, ha="center", fontsize=10, weight="bold"
+    )
     axes.text(shortcut - 0.14, _TOP + 0.04, "$x_l$", ha="right", va="center", fontsize=11)
     axes.text(shortcut - 0.14, end - 0.05, "$x_{l+1}$", ha="right", va="center", fontsize=11)
     _grey_arrow(axes, shortcut, _TOP, end)
@@ -146,10 +148,10 @@ def _draw_placement(axes: Axes, left: float, name: str, placement: Placement, en
     _arrow(axes, [(branch, heights[-1] + 0.15), (branch, addition), into])
     _circle(axes, shortcut, addition, "+")
     if placement.after == ("norm", "act"):
-        top = addition + 0.95 * _ROW - 0.2
-        _shade(axes, shortcut - 0.45, shortcut + 0.45, top, top + _ROW + 0.4)
+        top = addition + 0.95 * _ROW_HEIGHT - 0.2
+        _shade(axes, shortcut - 0.45, shortcut + 0.45, top, top + _ROW_HEIGHT + 0.4)
     for i, layer in enumerate(placement.after):
-        _box(axes, shortcut, addition + (i + 0.95) * _ROW, _TEXT[layer], 0.75)
+        _box(axes, shortcut, addition + (i + 0.95) * _ROW_HEIGHT, _TEXT[layer], 0.75)
 
 
 def draw_placements(path: Path) -> Path:
@@ -162,10 +164,10 @@ def draw_placements(path: Path) -> Path:
         `path`.
     """
     rows = max(len(branch_layers(p)) + len(p.after) for p in PLACEMENTS.values())
-    end = _TOP + (rows + 2.3) * _ROW
-    figure, axes = _new_axes(_COLUMN * len(PLACEMENTS) + 0.2, end + 0.65)
+    end = _TOP + (rows + 2.3) * _ROW_HEIGHT
+    figure, axes = _new_axes(_COLUMN_WIDTH * len(PLACEMENTS) + 0.2, end + 0.65)
     for i, (name, placement) in enumerate(PLACEMENTS.items()):
-        _draw_placement(axes, 0.1 + i * _COLUMN, name, placement, end)
+        _draw_placement(axes, 0.1 + i * _COLUMN_WIDTH, name, placement, end)
     axes.legend(
         handles=[Patch(color=_FUSED, label="runs fused")],
         loc="lower left",
@@ -185,8 +187,8 @@ def _draw_shortcut(axes: Axes, left: float, name: str) -> None:
     axes.text(shortcut - 0.14, _TOP + 0.04, "$x_l$", ha="right", va="center", fontsize=11)
     axes.text(shortcut - 0.14, end - 0.05, "$x_{l+1}$", ha="right", va="center", fontsize=11)
     for i, text in enumerate(drawing.boxes):
-        _box(axes, shortcut, product - i * _ROW, text, 0.82)
-    heights = [_TOP + (i + 1.1) * _ROW for i in range(3)]
+        _box(axes, shortcut, product - i * _ROW_HEIGHT, text, 0.82)
+    heights = [_TOP + (i + 1.1) * _ROW_HEIGHT for i in range(3)]
     _arrow(axes, [(shortcut, split), (branch, split), (branch, heights[0] - 0.15)])
     for i, (text, y) in enumerate(zip(("3x3 conv", "ReLU", "3x3 conv"), heights, strict=True)):
         _box(axes, branch, y, text, 0.9)
@@ -208,7 +210,7 @@ def _draw_shortcut(axes: Axes, left: float, name: str) -> None:
             axes.text((gate + branch) / 2, product - 0.09, "g", ha="center", fontsize=9)
             _circle(axes, branch, product, "$\\times$")
     _circle(axes, shortcut, addition, "+")
-    _box(axes, shortcut, addition + 0.95 * _ROW, "ReLU", 0.75)
+    _box(axes, shortcut, addition + 0.95 * _ROW_HEIGHT, "ReLU", 0.75)
     middle = (left + branch + 0.5) / 2
     axes.text(middle, _TOP - 0.32, name, ha="center", fontsize=10, weight="bold")
     axes.text(middle, end + 0.35, drawing.formula, ha="center", fontsize=9.5)
