@@ -39,7 +39,6 @@ class _Step:
             self.scaler.update()
 
     def check(self, **tensors: Tensor) -> None:
-        """Checks shapes and dtypes against the examples."""
         for name, t in tensors.items():
             example = self.examples[name]
             if not isinstance(t, Tensor):

@@ -70,7 +70,6 @@ class Context(NamedTuple):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Enters these modes."""
         now = Context.current(self.device)
         if now == self:
             yield

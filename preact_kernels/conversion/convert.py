@@ -105,7 +105,6 @@ def _convert_with(conversion: Conversion, model: nn.Module) -> None:
 
 
 def _give_back(module: nn.Module, reason: str) -> None:
-    """Makes a part of a converted model run plain."""
     revert(module)
     module.__dict__[GIVEN_BACK] = reason
 

@@ -461,7 +461,6 @@ def become_plain(t: Deferred) -> None:
 
 
 def _instance_of(value: Tensor, like: Tensor) -> Tensor:
-    """Returns `value` as an instance of the class of `like`, with its attributes."""
     result = value.as_subclass(type(like))
     result.__dict__.update(like.__dict__)
     return result

@@ -82,7 +82,6 @@ def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match]:
 
 
 def _images(node: Node) -> tuple[Node | Tensor, ...]:
-    """Returns the images that a node reads."""
     reads_one = node.operation in (NORM, CONV, SCALE, SHIFT)
     return tuple(node.inputs[:1] if reads_one else node.inputs)
 

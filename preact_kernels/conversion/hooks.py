@@ -320,7 +320,6 @@ def _has_other_hooks(module: nn.Module) -> bool:
 
 
 def _make_plain(value: Any, reader: str) -> None:
-    """Computes deferred tensors in a value."""
     for t in tensors([value], in_objects=True):
         if isinstance(t, Deferred):
             compute(t, reader)

@@ -63,7 +63,6 @@ class Activated(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name for reports."""
         parts = [_NORMS[type(self.norm.settings.norm)]]
         if self.scale is not None:
             parts.append("Scale")
@@ -100,7 +99,6 @@ class Unit(NamedTuple):
 
     @property
     def fits_stage(self) -> bool:
-        """Whether a stage can run the unit."""
         conv = self.conv
         has_bias = self.bias is not None or len(conv.inputs) > 2
         if has_bias or self.pads or self.dropout is not None:
@@ -111,7 +109,6 @@ class Unit(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name for reports."""
         return f"{self.activated.name}{'' if self.dropout is None else '-Dropout'}-Conv"
 
 

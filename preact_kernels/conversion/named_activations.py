@@ -47,7 +47,6 @@ class NamedActivations(NamedTuple):
         return found
 
     def of_operator(self, func: Any) -> Activation | None:
-        """The activation of an operator, or None."""
         return self.operators.get(_packet(func))
 
 
@@ -92,7 +91,6 @@ class ActivationForward:
         self._module = module
 
     def remove(self) -> None:
-        """Restores the forward."""
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
 

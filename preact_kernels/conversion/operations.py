@@ -28,7 +28,6 @@ class NormSettings(NamedTuple):
 
     @property
     def is_view(self) -> bool:
-        """Whether PyTorch's result is a view."""
         return type(self.norm) is InstanceNorm
 
     def arguments(self, affine: Sequence[Tensor]) -> NormArguments:

@@ -160,7 +160,6 @@ class Recomputation:
         return self._found.get((node, torch_compat.storage_id(t)))
 
     def add(self, node: object, recomputed: Recomputed, result: Tensor) -> None:
-        """Records that `result`, a value of `node`, will be computed again."""
         self._found[node, torch_compat.storage_id(result)] = recomputed
 
     @contextlib.contextmanager

@@ -392,7 +392,6 @@ def _geometry(
 
 
 def _unpacked(value: Any) -> Any:
-    """Unpacks a tuple with one number."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 

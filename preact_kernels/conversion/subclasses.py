@@ -163,7 +163,6 @@ def _on_meta(t: Tensor) -> Tensor:
 
 
 def _has_meta_tensors(t: Tensor) -> bool:
-    """Whether attributes of a result hold tensors on the meta device."""
     return any(a.is_meta for a in tensors(t.__dict__.values(), in_objects=True))
 
 

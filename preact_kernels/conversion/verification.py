@@ -32,7 +32,6 @@ class Example(NamedTuple):
 
     @staticmethod
     def of(example_inputs: Any) -> "Example":
-        """Creates an example from the argument of `pk.convert`."""
         if isinstance(example_inputs, Tensor):
             return Example((example_inputs,), {})
         if isinstance(example_inputs, tuple | list):
@@ -316,7 +315,6 @@ def _noisy_results(model: nn.Module, example: Example, seed: int) -> Results:
 
 
 def _roundoff(t: Tensor | None) -> float:
-    """Returns the unit roundoff of the dtype of `t`."""
     return torch.finfo(t.dtype).eps / 2 if t is not None and t.is_floating_point() else 0.0
 
 

@@ -316,7 +316,7 @@ class Kernels(Protocol):
     ) -> Gradients:
         """`g = conv_transpose(dy) * act'(p)`, its sums, and the gradient of `conv_weight`.
 
-        `g` is in the dtype of the products, or in that of `x` where PyTorch's convolution runs.
+        `g` is in the dtype of the products, or of `x` where PyTorch's convolution runs.
         `dy` is in the dtype of `y`; with a deferred step its `g` is in the dtype of the products.
         """
 

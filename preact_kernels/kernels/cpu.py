@@ -73,7 +73,6 @@ class CPUKernels(NativeKernels):
         return ConvLimits(*self._ops.conv_limits())
 
     def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        """See `Kernels.serves`."""
         out_channels, in_channels, kernel_h, kernel_w = unit.weight_shape
         stride, padding, dilation, groups = unit.conv
         taps = kernel_h * kernel_w
@@ -120,7 +119,6 @@ class CPUKernels(NativeKernels):
     def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
     ) -> Output:
-        """See `Kernels`."""
         if max(unit.conv.stride) > 1 and _skips_pixels(unit):
             unit, inputs = _read_pixels(unit, inputs)
         return super().norm_act_conv_forward(unit, inputs, epilogue)
@@ -128,7 +126,6 @@ class CPUKernels(NativeKernels):
     def norm_act_conv_backward(
         self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
     ) -> Gradients:
-        """See `Kernels`."""
         if max(unit.conv.stride) == 1 or not _skips_pixels(unit):
             return super().norm_act_conv_backward(unit, dy, inputs, wanted)
         x, norm, _ = inputs
@@ -146,16 +143,13 @@ class CPUKernels(NativeKernels):
         return found._replace(g=g)
 
     def dropout_bits(self, drawn: Tensor) -> Tensor:
-        """See `Kernels`."""
         return self._ops.dropout_bits.default(drawn)
 
     def dropout(self, values: Tensor, mask: Mask) -> Tensor:
-        """See `Kernels`."""
         self._ops.dropout_.default(values, *mask)
         return values
 
     def nhwc(self, t: Tensor) -> Tensor:
-        """See `Kernels`."""
         if not self._transposes(t, t.is_contiguous()):
             return nhwc(t)
         n, c, *sizes = t.shape
@@ -163,7 +157,6 @@ class CPUKernels(NativeKernels):
         return y.view(n, *sizes, c).movedim(-1, 1)
 
     def nchw(self, t: Tensor) -> Tensor:
-        """See `Kernels`."""
         if not self._transposes(t, t.is_contiguous(memory_format=CHANNELS_LAST[t.dim()])):
             return nchw(t)
         n, c, *sizes = t.shape
@@ -180,7 +173,6 @@ class CPUKernels(NativeKernels):
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:
-        """See `Kernels`."""
         for t in running:
             # The op refuses negative views, as it writes to them.
             if t.dtype != torch.float32 or not t.is_contiguous() or t.is_neg():

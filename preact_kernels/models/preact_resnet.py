@@ -200,7 +200,6 @@ class ResNetLayout(NamedTuple):
             yield blocks
 
     def stem(self) -> tuple[nn.Conv2d, nn.Module]:
-        """Returns the first convolution and the pool after it."""
         channels = self.variant.stem_channels
         if self.variant.has_large_stem:
             return nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.MaxPool2d(3, 2, 1)

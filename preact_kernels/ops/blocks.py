@@ -140,7 +140,6 @@ class Stage:
         return means, unbiased(variances, inv_counts)
 
     def norm(self, unit: int) -> Norm:
-        """The norm of a unit."""
         mean, var = self.statistics[unit]
         bn_weight, bn_bias, _ = self.values.parameters[unit]
         return Norm(mean, var, bn_weight, bn_bias, self.eps[unit], "relu", 0.0)
@@ -226,7 +225,6 @@ class Stage:
         return output.y, output.statistics
 
     def run(self, span: Span) -> BlockRun:
-        """The `BlockRun` of a span."""
         first, last = self.first_unit[span.begin], self.first_unit[span.end]
         return BlockRun(
             self.blocks[span.begin].units,
@@ -327,7 +325,6 @@ class StageBackward:
         return parts
 
     def _needs_all(self, index: int) -> bool:
-        """Whether all gradients of a block are wanted."""
         first, last = self.stage.first_unit[index : index + 2]
         needs_input = self.needs_x or index > self.first
         return needs_input and all(map(all, self.needed.parameters[first:last]))

@@ -280,7 +280,6 @@ class Passed(dict):
     MOST = 4096  # bounds the memory of a program with new shapes at every call
 
     def add(self, key, result):
-        """Stores and returns `result`."""
         if len(self) >= self.MOST:
             self.clear()
         self[key] = result

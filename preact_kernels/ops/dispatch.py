@@ -45,7 +45,6 @@ _IS_TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
 
 
 def _triton_load_error() -> str:
-    """Checks that Triton is installed, and interpreted or with a GPU and a C compiler."""
     refusal = "" if _IS_TRITON_INTERPRETED else cuda.gpu_refusal()
     if refusal:
         return refusal

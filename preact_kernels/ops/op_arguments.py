@@ -115,7 +115,6 @@ def _check_table(name: str, t: Any, x_name: str, x: Tensor, *rows: int) -> None:
 
 
 def _check_gradient(given: Mapping[str, Any], needs_step: bool) -> None:
-    """Checks a gradient, and its step if it has one."""
     checks.check_activation("g", given["g"])
     x = given["step_x"]
     if x is None:

@@ -59,7 +59,6 @@ class RMSNorm2d(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[N, C, H, W]` to the same shape."""
         y = F.rms_norm(x, x.shape[1:], eps=self.eps)
         return y * self.weight[:, None, None].to(y.dtype)
 
@@ -167,7 +166,6 @@ class SqueezeExcitation(nn.Module):
         self.expand = nn.Conv2d(inner, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[N, C, H, W]` to the same shape."""
         return x * torch.sigmoid(self.expand(F.relu(self.reduce(x.mean((2, 3), keepdim=True)))))
 
 
@@ -188,7 +186,6 @@ class StochasticDepth(nn.Module):
         self.survival = survival
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[N, C, H, W]` to the same shape."""
         if not self.training:
             return x
         kept = torch.empty(x.shape[0], 1, 1, 1, dtype=x.dtype, device=x.device)
@@ -212,7 +209,6 @@ class Gate(nn.Module):
         nn.init.constant_(self.conv.bias, bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[N, C, H, W]` to the same shape, between 0 and 1."""
         return torch.sigmoid(self.conv(x))
 
 
@@ -300,7 +296,6 @@ class ResidualBlock(nn.Module):
 
     @property
     def last_conv(self) -> nn.Conv2d:
-        """The last convolution of the branch."""
         return self.get_submodule(f"conv{self.conv_count}")  # type: ignore[return-value]
 
     @property
@@ -337,7 +332,6 @@ class ResidualBlock(nn.Module):
         return h + branch
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[N, C, H, W]` to `[N, expansion * channels, H / stride, W / stride]`."""
         activated = self._layers(self.placement.before, 1, x)
         branch: Tensor = self.get_submodule("conv1")(activated)
         for i in range(2, self.conv_count + 1):

@@ -66,12 +66,10 @@ class Comparison:
 
     @property
     def device(self) -> torch.device:
-        """The device for training."""
         name = self.base.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(name)
 
     def config(self, **options: Any) -> Config:
-        """The options of one run."""
         size = self.size
         shared = {
             "epochs": max(1, size.epochs),
@@ -121,17 +119,14 @@ class Comparison:
     # The report
 
     def write(self, *lines: str) -> None:
-        """Adds lines to the report."""
         self.lines += lines
 
     def plot(self, text: str, draw: Callable[..., Path], *args: Any, **options: Any) -> None:
-        """Draws a plot and adds it to the report."""
         name = f"{text.lower().replace(' ', '-')}.png"
         path = self.out / "".join(c for c in name if c.isalnum() or c in "-.")
         self.write(plotted(text, draw, *args, path, **options), "")
 
     def begin(self, title: str, *lines: str) -> None:
-        """Begins the report."""
         size = self.size
         self.write(
             f"# {title}",
@@ -153,13 +148,11 @@ class Comparison:
         )
 
     def end(self) -> Path:
-        """Writes the report."""
         path = self.out / "report.md"
         write_atomically(path, ("\n".join(self.lines).rstrip() + "\n").encode())
         return path
 
     def write_results(self, results: Sequence[Result]) -> None:
-        """Writes `results.csv` and `signal.csv`."""
         columns = ("label", "depth", "seed", "test_error", "train_loss", "seconds", "parameters")
         rows = [[getattr(r, c) for c in columns] for r in results]
         write_atomically(self.out / "results.csv", csv_text(columns, rows))

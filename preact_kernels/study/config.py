@@ -126,7 +126,6 @@ class Config:
             parse_bytes(self.memory_budget)
 
     def block_options(self) -> dict[str, Any]:
-        """The fields of `BlockOptions`."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(BlockOptions)}
 
     def changed(self) -> dict[str, Any]:

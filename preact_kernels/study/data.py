@@ -34,11 +34,9 @@ class Images(NamedTuple):
     name: str  # "cifar-10", "cifar-100" or "digits"
 
     def to(self, device: torch.device | str) -> "Images":
-        """Returns the data set with images and labels on a device."""
         return self._replace(images=self.images.to(device), labels=self.labels.to(device))
 
     def checksum(self) -> int:
-        """CRC-32 of images and labels."""
         labels = zlib.crc32(self.labels.numpy().tobytes())
         return zlib.crc32(self.images.contiguous().numpy().data, labels)
 

@@ -78,7 +78,6 @@ class Logs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the event file."""
         if self.writer is not None:
             with contextlib.suppress(OSError):  # a full disk has ended the run already
                 self.writer.close()

@@ -40,8 +40,6 @@ _EVALUATION_BATCH = 256
 
 
 class _Autocast(nn.Module):
-    """Runs a network under autocast."""
-
     def __init__(self, network: nn.Module, device_type: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.network, self.device_type, self.dtype = network, device_type, dtype
@@ -152,18 +150,15 @@ class TrainingRun:
             self.monitor = Monitor(self.unwrapped, config.diagnose_every, blocks=blocks)
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """Returns the autocast context of the run."""
         if self.config.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, getattr(torch, self.config.autocast))
 
     @property
     def parameter_count(self) -> int:
-        """Number of trained values."""
         return sum(p.numel() for p in self.network.parameters() if p.requires_grad)
 
     def description(self) -> dict[str, str]:
-        """Describes the network, the images and the steps."""
         config, train, test = self.config, self.train_images, self.test_images
         size = config.image_size
         return {
@@ -184,7 +179,6 @@ class TrainingRun:
             )
 
     def _clip(self, *_: object) -> None:
-        """Clips the gradient that the optimizer is about to use."""
         nn.utils.clip_grad_norm_(self.network.parameters(), self.config.clip_norm or 0.0)
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -254,7 +248,6 @@ class TrainingRun:
             group["lr"], group["fused"] = lr, fused  # depend on the machine, not the checkpoint
 
     def checkpoint(self) -> None:
-        """Writes the checkpoint."""
         self._fetch()
         correct = int(self._summed(self.correct))
         if not self.processes.is_first:
@@ -288,7 +281,6 @@ class TrainingRun:
         return recipes.learning_rate(recipe, lr, step, self.total_steps, self.warm_up)
 
     def learning_rates(self) -> list[float]:
-        """Returns the learning rate of each step so far."""
         return [self.learning_rate(step) for step in range(len(self.history.losses))]
 
     def _set_learning_rate(self) -> None:
@@ -306,7 +298,6 @@ class TrainingRun:
             tqdm.write(f"study: the loss is not finite at or before step {self.step}", sys.stderr)
 
     def one_step(self) -> None:
-        """Trains one step."""
         if self._train_step is None:
             self._train_step = self._make_step()
         start_s = time.perf_counter()

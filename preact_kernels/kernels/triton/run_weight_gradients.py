@@ -82,5 +82,4 @@ class RunWeightGradients:
         self._begin_group(self._begin)
 
     def results(self) -> list[Tensor]:
-        """The gradients of all blocks."""
         return list(self._results.unbind())

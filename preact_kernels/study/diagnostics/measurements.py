@@ -165,7 +165,6 @@ class Monitor:
 
     @property
     def is_due(self) -> bool:
-        """Whether to measure the next step."""
         return self.step == 0 or (self.step + 1) % self.every == 0
 
     def before_step(self, *args: Any, **kwargs: Any) -> None:
@@ -237,7 +236,6 @@ class Monitor:
         return self
 
     def detach(self) -> None:
-        """Undoes `attach`."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -249,7 +247,6 @@ class Monitor:
         self.detach()
 
     def write_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes `rows` as CSV."""
         write_csv(path, self.rows)
 
 
