@@ -33,6 +33,15 @@ FLAGS = ["-O3", "-std=c++17", TARGET]
 # -g0: Python's flags enable debug information, ten times the size of the code.
 CXX_FLAGS = [*FLAGS, "-g0", "-fvisibility=hidden"]
 NVCC_FLAGS = [*FLAGS, "-Xcompiler=-fvisibility=hidden"]
+# The files of csrc/cpu/kernels that are compiled for each instruction set.
+PRODUCTS_OF_STRIPS = ("activation", "norm_act_conv_backward", "norm_act_conv_forward")
+CPU_KERNELS = {
+    "generic": ("*",),
+    "avx2": ("*",),
+    "avx512": ("*",),
+    "avx512_bf16": (*PRODUCTS_OF_STRIPS, "conv_weights", "weight_stationary"),
+    "amx_bf16": PRODUCTS_OF_STRIPS,
+}
 # Names of architectures in TORCH_CUDA_ARCH_LIST, as in torch.
 NAMED_ARCHITECTURES = {
     "Ampere": "8.0;8.6",
@@ -49,8 +58,8 @@ def find_files(root, *patterns):
 
 
 def find_headers(root="."):
-    """Return the headers of both libraries."""
-    return find_files(root, "csrc/**/*.h", "csrc/**/*.cuh")
+    """Return the headers of both libraries, and the kernels that the CPU library includes."""
+    return find_files(root, "csrc/**/*.h", "csrc/**/*.cuh", "csrc/cpu/kernels/*.cpp")
 
 
 def find_cuda_files(root="."):
@@ -98,18 +107,39 @@ def relative_paths():
     return [f"-fmacro-prefix-map={folder}/=" for folder in sorted(folders, key=len)]
 
 
+def write_cpu_kernels(isa, folder, root="."):
+    """Write a source for each kernel of an instruction set, and return the paths.
+
+    Setuptools compiles a source once, and all sources of a library with the same flags.
+    """
+    patterns = (f"cpu/kernels/{name}.cpp" for name in CPU_KERNELS[isa])
+    folder = Path(folder, isa)
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = []
+    for kernel in find_files(f"{root}/csrc", *patterns):
+        source = folder / Path(kernel).name
+        text = f'#define PK_{isa.upper()}\n#include "{kernel}"\n'
+        if not source.exists() or source.read_text() != text:  # a new file would be compiled
+            source.write_text(text)
+        sources.append(str(source))
+    return sources
+
+
 def cpu_extension():
     """Return the CPU library, a shared object for `torch.ops.load_library`."""
     from torch.utils.cpp_extension import CppExtension
 
+    kernels = [s for isa in CPU_KERNELS for s in write_cpu_kernels(isa, "build/cpu_kernels")]
     return CppExtension(
         "preact_kernels._cpu",
-        sorted(glob("csrc/cpu/**/*.cpp", recursive=True)),
+        [*kernels, *find_files(".", "csrc/cpu/*.cpp")],
         depends=find_headers(),
         include_dirs=INCLUDE_DIRS.copy(),
         # Before torch's libraries, which export some functions of a newer libstdc++.
         libraries=["stdc++"],
         extra_compile_args=[*CXX_FLAGS, *relative_paths()],
+        # A kernel that an instruction set lacks is an error here, and not where it is loaded.
+        extra_link_args=["-Wl,-z,defs"],
         py_limited_api=True,  # adds -DPy_LIMITED_API=0x030A0000, omits libtorch_python
     )
 

@@ -1,4 +1,4 @@
-// The kernels for planes, which kernels/planes.h defines for each instruction set.
+// The kernels for planes, which kernels/planes.cpp defines for each instruction set.
 #pragma once
 
 #include "batch_norm.h"

@@ -1,5 +1,6 @@
-// The instruction set of a translation unit. Each source names its own and includes the kernels of
-// an op, which are in the namespace of that instruction set, between PK_BEGIN_ISA and PK_END_ISA.
+// The instruction set of a translation unit. setup.py compiles the sources of this folder for each
+// instruction set, with PK_AVX2 or its like defined. Kernels are in the namespace of that
+// instruction set, between PK_BEGIN_ISA and PK_END_ISA.
 //
 // Include other headers before PK_BEGIN_ISA: the linker keeps one copy of an inline function, such
 // as of the standard library, which must run on every machine.

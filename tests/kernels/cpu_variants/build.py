@@ -6,6 +6,7 @@ A library of several variants has what each adds.
 """
 
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ OUT = ROOT / "build" / "cpu_variants"
 # As in setup.py, but kernels are compiled fast, and still run fast enough; the rest has no kernels.
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-g1", f"-I{ROOT / 'csrc'}"]
 OF_KERNELS, OF_OTHERS = ["-O1"], ["-O0"]
-ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")
+SETUP = runpy.run_path(str(ROOT / "setup.py"))
+ISAS = tuple(SETUP["CPU_KERNELS"])
 EMULATED = ("avx512_bf16", "amx_bf16")  # by the variant `emulated`
 
 
@@ -80,19 +82,22 @@ def build(names: Sequence[str], isas: Sequence[str]) -> Path:
     flags = [*FLAGS, *torch_compile_flags, *(f for v in variants for f in v.compile_flags)]
     link_flags = [*torch_link_flags, *(f for v in variants for f in v.link_flags)]
     others = [HERE / "missing_kernel.cpp", *sorted((ROOT / "csrc/cpu").glob("*.cpp"))]
-    kernels = [s for isa in isas for s in sorted((ROOT / "csrc/cpu" / isa).glob("*.cpp"))]
-    flags_of = {
-        **{source: [*flags, *OF_OTHERS] for source in others},
-        **{source: [*flags, *_optimisation(names, source)] for source in kernels},
-        **{
-            HERE / source: [*flags, *OF_OTHERS, *more]
-            for variant in variants
-            for source, more in variant.sources.items()
-        },
-    }
-    headers = [h for h in (ROOT / "csrc").glob("**/*.h") if "cuda" not in h.parts]
+    headers = [ROOT / h for h in SETUP["find_headers"](ROOT) if "/cuda/" not in h]
     folder = OUT / "+".join([*names, *isas])
     with host_compiler.locked(folder):
+        flags_of = {
+            **{source: [*flags, *OF_OTHERS] for source in others},
+            **{
+                Path(source): [*flags, *_optimisation(names, isa)]
+                for isa in isas
+                for source in SETUP["write_cpu_kernels"](isa, folder, ROOT)
+            },
+            **{
+                HERE / source: [*flags, *OF_OTHERS, *more]
+                for variant in variants
+                for source, more in variant.sources.items()
+            },
+        }
         objects = host_compiler.compile_objects(folder, flags_of, headers)
         link_flags += missing_kernels(objects, [isa for isa in ISAS if isa not in isas])
         library = host_compiler.link_library(folder, "cpu", objects, link_flags)
@@ -103,9 +108,9 @@ def build(names: Sequence[str], isas: Sequence[str]) -> Path:
     return link
 
 
-def _optimisation(names: Sequence[str], kernel: Path) -> list[str]:
+def _optimisation(names: Sequence[str], isa: str) -> list[str]:
     """Emulated kernels take the compiler minutes to optimise."""
-    return OF_OTHERS if "emulated" in names and kernel.parent.name in EMULATED else OF_KERNELS
+    return OF_OTHERS if "emulated" in names and isa in EMULATED else OF_KERNELS
 
 
 def needed_isas(names: Sequence[str], isas: Sequence[str]) -> list[str]:

@@ -1,5 +1,4 @@
 // The residual addition over a tile of pixels.
-#pragma once
 
 #include "../kernels.h"
 #include "simd.h"

@@ -1,5 +1,4 @@
 // Statistics of a tile of pixels.
-#pragma once
 
 #include <algorithm>
 

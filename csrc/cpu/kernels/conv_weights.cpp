@@ -1,5 +1,4 @@
 // The weights of a convolution, packed.
-#pragma once
 
 #include "../kernels.h"
 #include "pack_weights.h"

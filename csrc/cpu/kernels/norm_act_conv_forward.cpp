@@ -1,5 +1,4 @@
 // Norm, activation and convolution over a strip of pixels, forward.
-#pragma once
 
 #include "../kernels.h"
 #include "conv_product.h"

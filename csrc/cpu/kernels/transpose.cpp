@@ -1,5 +1,4 @@
 // Transposes matrices of 2-byte or 4-byte values.
-#pragma once
 
 #include <algorithm>
 

@@ -2,7 +2,6 @@
 //
 // exp, expm1, log1p, erf and tanh are within about 2 units in the last place. The formulas of the
 // activations are PyTorch's: they decide what becomes of NaN and infinity.
-#pragma once
 
 #include <cmath>
 

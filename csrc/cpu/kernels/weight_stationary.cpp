@@ -1,5 +1,4 @@
 // Weight-stationary norm, activation and convolution: see image_groups.h.
-#pragma once
 
 #include "../kernels.h"
 #include "conv_product.h"

@@ -1,5 +1,4 @@
 // Dropout of a range of values, with one bit per value.
-#pragma once
 
 #include <algorithm>
 

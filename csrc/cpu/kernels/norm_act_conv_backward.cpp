@@ -1,5 +1,4 @@
 // Norm, activation and convolution over a strip of pixels, backward.
-#pragma once
 
 #include "../kernels.h"
 #include "amx_weight_gradient.h"

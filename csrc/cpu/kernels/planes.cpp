@@ -1,5 +1,4 @@
 // Norm and activation of tensors in NCHW order: each plane of pixels has one value of every table.
-#pragma once
 
 #include <algorithm>
 

@@ -1,5 +1,4 @@
 // Norm and activation over a tile of pixels.
-#pragma once
 
 #include <algorithm>
 

@@ -1,2 +1,0 @@
-#define PK_AMX_BF16
-#include "../kernels/activation.h"

@@ -1,2 +1,0 @@
-#define PK_AVX2
-#include "../kernels/bn_stats.h"

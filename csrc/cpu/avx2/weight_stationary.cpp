@@ -1,2 +1,0 @@
-#define PK_AVX2
-#include "../kernels/weight_stationary.h"

@@ -1,2 +1,0 @@
-#define PK_AVX512
-#include "../kernels/residual_add.h"

@@ -1,2 +1,0 @@
-#define PK_AVX512_BF16
-#include "../kernels/activation.h"

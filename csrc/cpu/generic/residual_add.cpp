@@ -1,2 +1,0 @@
-#define PK_GENERIC
-#include "../kernels/residual_add.h"

@@ -1,2 +1,0 @@
-#define PK_GENERIC
-#include "../kernels/weight_stationary.h"
