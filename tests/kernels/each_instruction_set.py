@@ -66,15 +66,20 @@ TESTS = {
         "a_weight_that_is_not_finite_stays_inside_the_image",
     ),
 }
-# Tests of where convolutions are left to PyTorch. The other code above the kernels is the same for
-# every instruction set.
-ROUTES = (
-    "ops/test_bn_relu_conv.py::test_which_results_of_a_large_weight_are_not_finite",
-    "ops/test_backend.py::test_backend_for_says_which_convolution_runs",
-    "behaviour/test_accuracy.py::test_large_weights_are_right_where_the_processor_has_amx",
+# The test of where convolutions are left to PyTorch. The other code above the kernels is the same
+# for every instruction set.
+ROUTES = "ops/test_backend.py::test_backend_for_says_which_convolution_runs"
+# Files with products. From AVX-512 on, only products of bfloat16 differ.
+OF_PRODUCTS = (
+    "ops/test_bn_relu_conv",
+    "kernels/test_cpu_norm_act_conv",
+    "kernels/test_cpu_weight_stationary",
 )
 # Tests of the CPU kernels, also those that name no backend.
-SELECTED = ["-m", "not slow", "-k", "not reference and not triton and not cuda"]
+_NOT_CPU = "not reference and not triton and not cuda"
+SELECTED = ["-m", "not slow", "-k", _NOT_CPU]
+# Cases of the code that divides work into parts, which is the same for every instruction set.
+_OF_PARTS = "two_groups or large_images or large_weight"
 
 
 def flattened(params):
@@ -87,15 +92,18 @@ def flattened(params):
 def differing(isa, items):
     """Cases in which every argument of a test takes each of its values.
 
-    For avx512 and what follows it, no cases of other dtypes than bfloat16: they differ in the
-    products of bfloat16 alone.
+    For avx512 and what follows it, only cases with products of bfloat16.
     """
-    for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+    only_products = isa not in ("generic", "avx2")
+    other_files = {f"{file}.py" for file in TESTS if file not in OF_PRODUCTS}
+    for test, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        if only_products and test.partition("::")[0].removeprefix("tests/") in other_files:
+            continue
         cases = {}
         for item in group:
             values = dict(flattened(item.callspec.params if hasattr(item, "callspec") else {}))
             dtypes = {v for v in values.values() if isinstance(v, torch.dtype)}
-            if isa in ("generic", "avx2") or not dtypes or torch.bfloat16 in dtypes:
+            if not only_products or not dtypes or torch.bfloat16 in dtypes:
                 cases[item] = {name: id(value) for name, value in values.items()}
         # A test without arguments has one case.
         chosen = (covering([*cases.values()], 1) or [0]) if cases else ()
@@ -122,6 +130,7 @@ class EachInstructionSet:
 
 if __name__ == "__main__":
     files = [f"tests/{file}.py::test_{name}" for file, names in TESTS.items() for name in names]
-    files += [f"tests/{test}" for test in ROUTES]
-    options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    sys.exit(pytest.main([*options, *SELECTED, *files], plugins=[EachInstructionSet()]))
+    files.append(f"tests/{ROUTES}")
+    options = ["-q", "-x", "-m", "not slow", "-k", f"{_NOT_CPU} and not ({_OF_PARTS})"]
+    options += [f"-pno:{name}" for name in ("xdist", "cacheprovider", "hypothesispytest")]
+    sys.exit(pytest.main([*options, *files], plugins=[EachInstructionSet()]))

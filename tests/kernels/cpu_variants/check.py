@@ -21,7 +21,7 @@ from typing import NamedTuple
 from testbed import host_compiler
 from testbed.host_compiler import ROOT
 from tests.kernels.cpu_variants.build import EMULATED, HERE, ISAS, build, needed_isas
-from tests.kernels.each_instruction_set import SELECTED, TESTS
+from tests.kernels.each_instruction_set import OF_PRODUCTS, SELECTED, TESTS
 
 
 class Sanitizer(NamedTuple):
@@ -67,11 +67,6 @@ MORE_TESTS = {
     ),
     "ops/test_properties": ("any_convolution",),
 }
-OF_PRODUCTS = (
-    "ops/test_bn_relu_conv",
-    "kernels/test_cpu_norm_act_conv",
-    "kernels/test_cpu_weight_stationary",
-)
 OPTIONS = ["-v", "--capture=sys", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
 PLUGIN = ["-p", "tests.kernels.cpu_variants.plugin"]
 
