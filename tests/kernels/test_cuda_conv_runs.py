@@ -34,7 +34,7 @@ from tests.oracle import assert_same_bits, evaluate, gradient_like
 pytestmark = pytest.mark.usefixtures("fused_convolutions")
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.calls(
     "preact_kernels_cuda::block_run_forward", "preact_kernels_cuda::block_run_backward"
 )
@@ -248,14 +248,7 @@ def test_runs_of_every_dtype_give_the_bits_of_units(dtypes, training, memory):
 
 @pytest.mark.not_under_sanitizer
 @pytest.mark.parametrize(
-    ("name", "width", "shape"),
-    [
-        ("bfloat16", 16, (2, 1, 1)),
-        ("bfloat16", 32, (3, 9, 8)),
-        ("float32", 32, (3, 9, 8)),
-        ("bfloat16_stream", 32, (3, 9, 8)),
-        ("float16_stream", 64, (2, 5, 5)),
-    ],
+    ("name", "width", "shape"), [("bfloat16", 16, (2, 1, 1)), ("float16_stream", 64, (2, 5, 5))]
 )
 def test_stages_of_other_sizes_give_those_bits(name, width, shape):
     dtypes = DTYPES[name]
@@ -274,12 +267,17 @@ def test_schedules_change_no_bit():
         assert_same_bits(evaluate(stage, {"x": x}, dy), expected)
 
 
-@pytest.mark.covering(1)
-@every_dtype
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", ["x", "dy"])
-def test_what_is_not_finite_gives_those_bits(dtypes, value, where):
+@pytest.mark.parametrize(
+    ("name", "where", "value"),
+    [
+        ("bfloat16", "x", torch.nan),
+        ("float32", "dy", torch.inf),
+        ("float16_stream", "x", -torch.inf),
+    ],
+)
+def test_what_is_not_finite_gives_those_bits(name, where, value):
     """In evaluation mode a value that is not finite spreads to its neighbours alone."""
+    dtypes = DTYPES[name]
     stage = stage_of(bottlenecks(16), dtypes).eval()
     x = images(dtypes, 2, 64, 9, 11)
     given = {"x": x, "dy": gradient_like(x)}

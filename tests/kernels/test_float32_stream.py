@@ -251,8 +251,8 @@ def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
     return in_dtype(stage, torch.bfloat16).to(DEVICE)
 
 
-@on_gpu_backends
-@pytest.mark.covering(2, triton=0)
+@quick_on_cuda
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
@@ -272,10 +272,9 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
 
 
 @quick_on_cuda
-@pytest.mark.parametrize(("kind", "memory"), [("basic", "checkpoint"), ("bottleneck", "rebuild")])
-def test_a_compiled_stage_calls_no_convolution_of_pytorch(kind, memory, monkeypatch):
-    stage = bare_stage(kind, 2, memory=memory)
-    x = torch.randn(2, CHANNELS[kind], 5, 4, device=DEVICE)
+def test_a_compiled_stage_calls_no_convolution_of_pytorch(monkeypatch):
+    stage = bare_stage("bottleneck", 2, memory="rebuild")
+    x = torch.randn(2, 64, 5, 4, device=DEVICE)
     expected = training_step(stage, x)
     torch._dynamo.reset()
     compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
@@ -331,7 +330,7 @@ def test_runs_around_a_projection_equal_the_plain_blocks(kind, memory, monkeypat
     ]
     stage = in_dtype(pk.PreActStage(blocks, memory, residual_dtype=torch.float32), torch.bfloat16)
     stage = stage.to(DEVICE)
-    problems = [{"x": torch.randn(4, 32, 7, 6, device=DEVICE)} for _ in range(8)]
+    problems = [{"x": torch.randn(4, 32, 7, 6, device=DEVICE)} for _ in range(4)]
     calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)
     check(stage, plain_copy(stage), problems)
     assert calls
@@ -342,7 +341,7 @@ def test_a_block_with_a_projection_is_fused(monkeypatch):
     """The gradient of the projection's output is float32 and rounded as in autograd."""
     stage = pk.PreActStage([random_block("bottleneck", 16, 16)], residual_dtype=torch.float32)
     stage = in_dtype(stage, torch.bfloat16).to(DEVICE)
-    problems = [{"x": torch.randn(4, 16, 5, 7, device=DEVICE)} for _ in range(8)]
+    problems = [{"x": torch.randn(4, 16, 5, 7, device=DEVICE)} for _ in range(4)]
     calls = recorded_calls(kernels(), "norm_act_conv_backward", monkeypatch)
     with NoConvolution():
         evaluate(stage, problems[0])
