@@ -26,7 +26,7 @@ IS_CUDA_ON_HOST = serve_cpu.install()  # before the backends are counted
 IS_INTERPRETED = backends._IS_TRITON_INTERPRETED
 
 pytest.register_assert_rewrite(
-    "tests.oracle", "tests.kernels.cuda_conv_cases", "tests.kernels.cuda_op_cases"
+    "tests.oracle", "tests.kernels.cuda_conv_cases", "tests.kernels.op_cases"
 )
 
 

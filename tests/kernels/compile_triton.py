@@ -117,33 +117,43 @@ class Task(NamedTuple):
     activation: str = "relu"  # of a convolution
 
 
-def tasks(capabilities: Sequence[int] | None, quick: bool) -> list[Task]:
+# With `--quick`: runs of blocks have the convolutions of 16 and 32 channels.
+QUICK_SHAPES = (Shape(256, 64), Shape(64, 256), Shape(64, 64, 3), Shape(64, 64, 3, 2))
+QUICK_WIDE_SHAPES = (Shape(64, 128, 1, 2), Shape(256, 256))
+QUICK_BLOCKS = (*BLOCKS[:3], BLOCKS[-1])
+
+
+def quick_tasks(capabilities: Sequence[int]) -> list[Task]:
+    """bfloat16 with one activation besides ReLU, and float32 where room is short."""
+    found = []
+    for c in capabilities:
+        found += [Task(c, torch.float32, shape) for shape in (*QUICK_WIDE_SHAPES, WIDEST_TAPS)]
+        found += [Task(c, torch.bfloat16, block, stream=torch.float32) for block in QUICK_BLOCKS]
+        shapes = (*QUICK_WIDE_SHAPES, None, "silu", *QUICK_BLOCKS, *QUICK_SHAPES)
+        found += [Task(c, torch.bfloat16, shape) for shape in shapes]
+        found.append(Task(c, torch.bfloat16, WIDEST_TAPS, activation="leaky_relu"))
+    return found
+
+
+def all_tasks(capabilities: Sequence[int] | None) -> list[Task]:
     """Every dtype for every GPU; float16 for one GPU, as it has the blocks of bfloat16.
 
     Args:
         capabilities: of the GPUs; None for `CAPABILITIES`, and for all of `SHARED_BYTES` where
             room is short: for `WIDE_SHAPES` and pairs of `WIDTHS`.
-        quick: without pairs of `WIDTHS`, with only bfloat16 for all but `WIDE_SHAPES` and
-            `WIDEST_TAPS`, and with one activation besides ReLU.
     """
-    pairs = () if quick else (Shape(*p) for p in itertools.product(WIDTHS, repeat=2))
+    pairs = (Shape(*p) for p in itertools.product(WIDTHS, repeat=2))
     widths = [s for s in dict.fromkeys((*WIDE_SHAPES, *pairs)) if s not in SHAPES]
-    found = [
-        Task(c, dtype, shape)
-        for c in capabilities or SHARED_BYTES
-        for dtype in (torch.bfloat16, torch.float32)
-        for shape in widths
-    ]
-    others = ("silu",) if quick else tuple(ACTIVATIONS)
+    dtypes = torch.bfloat16, torch.float32
+    wide = itertools.product(capabilities or SHARED_BYTES, dtypes, widths)
+    found = [Task(*task) for task in wide]
     for c in capabilities or CAPABILITIES:
         found += [Task(c, torch.bfloat16, block, stream=torch.float32) for block in BLOCKS]
-        for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
-            found += [Task(c, dtype, shape) for shape in (None, *others, *BLOCKS, *SHAPES)]
-            fused = [(SHAPES[-3], "leaky_relu")] if quick else itertools.product(SHAPES, FUSED)
+        for dtype in dtypes:
+            found += [Task(c, dtype, shape) for shape in (None, *ACTIVATIONS, *BLOCKS, *SHAPES)]
+            fused = itertools.product(SHAPES, FUSED)
             found += [Task(c, dtype, shape, activation=name) for shape, name in fused]
-        if quick:
-            found.append(Task(c, torch.float32, WIDEST_TAPS))
-        if c == 90 and not quick:
+        if c == 90:
             found += [Task(c, torch.float16, shape) for shape in (None, "silu", *BLOCKS, *SHAPES)]
             narrow = [s for s in SHAPES if s.channels * s.out_channels <= 1024]
             found += [Task(c, torch.float32, shape, tf32=False) for shape in narrow]
@@ -609,7 +619,10 @@ def main() -> None:
     options = parser.parse_args()
     if INTERPRETED:
         sys.exit("compile_triton: TRITON_INTERPRET is set, but the interpreter does not compile")
-    _launches.extend(distinct_launches(tasks(options.capabilities, options.quick)))
+    capabilities = options.capabilities
+    todo = quick_tasks(capabilities or CAPABILITIES) if options.quick else all_tasks(capabilities)
+    # The longest first.
+    _launches.extend(sorted(distinct_launches(todo), key=lambda n: "conv" not in n.kernel.__name__))
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         rows = sorted(pool.imap_unordered(_row_of, range(len(_launches))))
         of_blocks = pool.starmap(faults_of_blocks, [(c, options.quick) for c in SHARED_BYTES], 1)

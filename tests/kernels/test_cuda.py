@@ -19,7 +19,7 @@ from preact_kernels.kernels.contract import Norm
 from testbed.cuda_on_host import build, serve_cpu
 from tests.cases import device_of
 from tests.kernels.cuda_conv_cases import kernels, on_host, set_schedule
-from tests.kernels.cuda_op_cases import OPS, arguments, check_ops, random_images, run
+from tests.kernels.op_cases import OPS, arguments, check_ops, random_images, run
 from tests.oracle import assert_same_bits, unit_roundoff
 
 if serve_cpu.missing():

@@ -1,4 +1,4 @@
-"""Arguments and checks of the ops of the CUDA library that are no convolutions.
+"""Arguments and checks of the kernels' functions that are no convolutions.
 
 The budget is that of `tests/oracle.py`. Eager, and in float64 the truth, are the specifications in
 `kernels/reference`.
@@ -131,8 +131,11 @@ def true_g(given):
     return activation_gradient(wide.dy, p, Activation(*given.norm[5:]))
 
 
-def check_ops(given, ops=tuple(OPS)):
-    """As `tests.oracle.check`, of every op and its specification; returns the results."""
+def check_ops(given, ops=tuple(OPS), backend=None):
+    """As `tests.oracle.check`, of every op and its specification; returns the results.
+
+    `backend` has the kernels under test, by default those of the CUDA library.
+    """
     found, truth, errors = {}, {}, {}
     wide, g = given.to(torch.float64), true_g(given)
     xhat = reference.norm_act._normalised(wide.x, wide.norm)
@@ -146,7 +149,7 @@ def check_ops(given, ops=tuple(OPS)):
         "norm_input_gradient activated 0": reference.norm_input_gradient(gradient),
     }
     for op in ops:
-        found |= run(kernels(), op, given)
+        found |= run(backend or kernels(), op, given)
         expected, eager = run(reference, op, wide), run(reference, op, given)
         for name in expected:
             truth[name] = of_g.get(name, expected[name])
