@@ -40,7 +40,7 @@ from tests.kernels.cuda_conv_cases import (
     set_schedule,
     typical,
 )
-from tests.oracle import assert_same_bits, check, plain_copy, weight_gradient_inside_the_image
+from tests.oracle import assert_same_bits, evaluate, weight_gradient_inside_the_image
 
 pytestmark = pytest.mark.usefixtures("fused_convolutions")
 ONE_BY_ONE, THREE_BY_THREE = TYPICAL
@@ -349,12 +349,10 @@ def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(m
     stage = pk.PreActStage([random_block("basic", 16, 16) for _ in range(2)]).to(DEVICE)
     stage = in_dtype(stage, torch.bfloat16)
     for images, is_fused in ((2, True), (3, False)):
-        problems = [
-            {"x": torch.randn(images, 16, 7, 6, device=DEVICE).bfloat16()} for _ in range(8)
-        ]
+        x = torch.randn(images, 16, 7, 6, device=DEVICE).bfloat16()
         with monkeypatch.context() as patch, pk.use_backend("cuda"):
             calls = recorded_calls(kernels(), "block_run_forward", patch)
-            check(stage, plain_copy(stage), problems)
+            evaluate(stage, {"x": x})
         assert bool(calls) == is_fused
 
 
