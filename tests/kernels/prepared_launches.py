@@ -48,7 +48,7 @@ def choice(kernel, grid, args, constants, num_warps, *_):
 
 
 class Launches:
-    """What is launched, with kernels that do nothing."""
+    """Records launches; the kernels do nothing."""
 
     def __init__(self):
         self.reused = set()  # names of kernels that were launched from `prepared`

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.usefixtures("first_schedule"),
 ]
 
-# Not of 1: a power of two, so that beta * p is exact.
+# Parameters other than 1. That of softplus is a power of two, so that beta * p is exact.
 PARAMETERS = {"leaky_relu": 0.25, "elu": 1.5, "softplus": 2.0}
 ALL_ROWS = "mean var weight bias"
 

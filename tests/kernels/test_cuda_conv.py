@@ -363,7 +363,7 @@ def test_float32_is_served_only_where_tf32_is_allowed(monkeypatch):
     assert is_served((16, 64, 1, 1), torch.bfloat16)
 
 
-# That a block may have, by compute capability.
+# Shared memory of a block, by compute capability.
 SHARED_KIBIBYTES = {
     (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227,
     (11, 0): 227, (12, 0): 99, (12, 1): 99,

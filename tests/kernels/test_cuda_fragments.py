@@ -112,7 +112,7 @@ def test_an_operand_that_was_not_rounded_to_tf32_is_an_error(fragments, bits):
 
 
 def special_numbers():
-    """Of float32: NaN, infinity, halfway between numbers of every type, overflow, subnormal."""
+    """float32: NaN, infinity, halfway between numbers of every type, overflow, subnormal."""
     integers = [0x7FC00000, LOW_NAN, 0x7FFFFFFF, 0x7F800000]
     for end in (0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x1FFFF):
         integers += [high + end for high in (0x3F800000, 0x42280000, 0x7F7E0000, 0x33000000, 0)]
