@@ -131,7 +131,7 @@ def test_a_long_run_takes_several_launches_backward():
     Weight gradients of three shapes have a launch each.
     """
     stage = stage_of(64, blocks=17, dtype=torch.float16)
-    x, dy = (random_input(64, dtype=torch.float16) for _ in range(2))
+    x, dy = (random_input(64, images=1, dtype=torch.float16) for _ in range(2))
     inputs, found = {"x": x}, evaluate(stage, {"x": x}, dy)
     if IS_CUDA_ON_HOST:
         counts = collections.Counter(launches(lambda: evaluate(stage, inputs, dy)))
