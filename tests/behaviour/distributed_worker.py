@@ -58,32 +58,25 @@ class Case(NamedTuple):
         return self.wrapper.endswith("_accumulated")
 
 
-# Models that are not of this package are converted before they are wrapped, if nothing else is
-# named. Where FSDP2 wraps blocks of the dense network afterwards, its last batch norm is not fused,
-# and needs a GPU as `SyncBatchNorm`.
+# Foreign models are converted before they are wrapped, if the wrapper's name says nothing else.
 CASES = (
-    Case("stages", "ddp", "store", "even"),
     Case("stages", "ddp_small_buckets", "checkpoint", "none"),
     Case("stages", "ddp_static_graph", "rebuild", "uneven"),
-    Case("stages", "ddp_unused", "store", "uneven"),
+    Case("stages", "ddp_unused", "store", "even"),
     Case("stages", "ddp_checkpointed", "rebuild", "uneven"),
     # A checkpoint that runs a backward inside the backward.
     Case("stages", "ddp_reentrant_static_graph", "checkpoint", "uneven"),
     Case("stages", "ddp_accumulated", "checkpoint", "uneven"),
     Case("stages", "fsdp", "checkpoint", "none"),
-    Case("stages", "fsdp_blocks", "rebuild", "uneven"),
-    Case("stages", "fsdp_accumulated", "store", "even"),
-    Case("residual", "ddp", "rebuild", "none"),
-    Case("residual", "ddp_convert_inside", "checkpoint", "even"),  # inside of the wrapper
-    Case("residual", "ddp_convert_wrapper", "rebuild", "uneven"),
-    Case("residual", "fsdp_convert_after", "checkpoint", "none"),
-    Case("residual", "fsdp_blocks_accumulated", "rebuild", "uneven"),
-    Case("residual", "fsdp_blocks_convert_after", "store", "even"),
+    Case("stages", "fsdp_blocks_accumulated", "rebuild", "uneven"),
+    Case("residual", "ddp_convert_inside", "checkpoint", "even"),  # inside the wrapper
+    Case("residual", "ddp_convert_wrapper", "rebuild", "none"),
+    Case("residual", "fsdp_convert_after", "store", "uneven"),
     Case("units", "ddp", "store", "uneven"),
     Case("units", "fsdp", "store", "none"),
     Case("dense", "ddp", "checkpoint", "none"),
-    Case("dense", "fsdp", "rebuild", "uneven"),
-    Case("dense", "fsdp_blocks_convert_twice", "store", "even"),  # before and after
+    # Converted before and after FSDP2 wraps the blocks. Its last batch norm is not fused.
+    Case("dense", "fsdp_blocks_convert_twice", "store", "even"),
 )
 
 
@@ -378,7 +371,7 @@ def messages(model: nn.Module, x: Tensor) -> tuple[list[str], list[str], int]:
 
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-MIXED_SEEDS = range(8)
+MIXED_SEEDS = range(4)
 
 
 def train_in_mixed_precision() -> list[dict[str, Tensor]]:
@@ -409,19 +402,6 @@ def mixed_batch(seed: int, processes: int) -> list[Batch]:
     return batches(seed, IMAGES * processes, size=12)[0][:1]
 
 
-def run_out_of_images() -> str:
-    """What `DistributedDataParallel.join` says where the last process has one more batch."""
-    ddp = in_ddp(network(0, "rebuild").to(device()))
-    ((images, _), *_), *_ = on_device(batches(0))
-    try:
-        with ddp.join(throw_on_early_termination=True):
-            for _ in range(2 if dist.get_rank() == dist.get_world_size() - 1 else 1):
-                ddp(images).square().mean().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def synchronise_one_value() -> tuple[Tensor, Tensor, Tensor]:
     """Output, gradient of the input and running variance, where the first process has one value."""
     unit = nn.SyncBatchNorm.convert_sync_batchnorm(one_value_unit().to(device()))
@@ -446,7 +426,6 @@ JOBS: dict[str, Callable[[], object]] = {
     "messages": count_messages,
     "mixed": train_in_mixed_precision,
     "one value": synchronise_one_value,
-    "join": run_out_of_images,
 }
 
 
