@@ -1,10 +1,10 @@
 """Runs training steps in which one allocation fails; prints what went wrong.
 
-    LD_PRELOAD=... python -m tests.behaviour.failing_allocation 1 bn_relu-nchw ...
+    LD_PRELOAD=... python -m tests.behaviour.failing_allocation bn_relu-nchw-1 ...
 
-The arguments are the number of threads and the names of cases. failing_allocation.cpp, which has to
-be loaded in front of the C library, makes the allocation fail. A step runs in a process forked for
-it: the next one finds the library's buffers as this one did, and survives a crash.
+The arguments are cases: a module, the memory format of its input, and the number of threads.
+failing_allocation.cpp is loaded before the C library, and makes the allocation fail. Each step runs
+in a process of its own: steps do not share the buffers of the library, and survive a crash.
 """
 
 import ctypes
@@ -23,8 +23,7 @@ import preact_kernels as pk
 from tests.cases import random_block
 from tests.oracle import same_bits
 
-# Activations, weights and their gradients, and the library's buffers; of torch's small objects
-# nothing.
+# Counts activations, weights, gradients and the buffers of the library; not torch's small objects.
 LEAST_BYTES = 8 * 1024
 
 
@@ -57,7 +56,7 @@ class Step(NamedTuple):
     @classmethod
     def of(cls, case: str, size: int = 8) -> "Step":
         """The same numbers in each process."""
-        name, memory_format = case.split("-")
+        name, memory_format, _ = case.split("-")
         torch.manual_seed(0)
         module = MODULES[name]()
         x, dy = torch.randn(2, 2, 64, size, size)
@@ -78,7 +77,7 @@ class Step(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """What became of a step in which an allocation failed."""
+    """The outcome of a step in which an allocation failed."""
 
     failed_bytes: int  # 0: there were fewer allocations
     error: str
@@ -88,6 +87,7 @@ class Attempt(NamedTuple):
 
 def attempt(case: str, index: int) -> Attempt:
     """The step, in which the allocation after `index` others fails, and the step again."""
+    torch.set_num_threads(int(case.split("-")[2]))
     torch.ones(2**20).exp_()  # starts the threads, which have memory of their own
     faulty, expected = Step.of(case), Step.of(case)
     allocator = ctypes.CDLL(None)
@@ -152,7 +152,7 @@ def forked(function: Callable[..., tuple], *arguments: Any) -> list:
 
 
 def attempts(case: str) -> list[Attempt]:
-    """Those of all allocations of a step, and at last one in which none fails."""
+    """One attempt for each allocation of a step, and a last one in which none fails."""
     found = []
     for index in itertools.count():
         try:
@@ -166,9 +166,8 @@ def attempts(case: str) -> list[Attempt]:
 def main() -> None:
     torch.set_num_threads(1)  # a process with a pool of threads cannot be forked
     for name in MODULES:  # modules are imported by the first call
-        Step.of(f"{name}-nhwc", size=2).run()
-    torch.set_num_threads(int(sys.argv[1]))
-    print(json.dumps({case: attempts(case) for case in sys.argv[2:]}))
+        Step.of(f"{name}-nhwc-1", size=2).run()
+    print(json.dumps({case: attempts(case) for case in sys.argv[1:]}))
 
 
 if __name__ == "__main__":

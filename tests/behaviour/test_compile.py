@@ -35,12 +35,11 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("padding", [1, "same"])
-def test_compiled_functions_give_the_same_bits(padding, backend):
+def test_compiled_functions_give_the_same_bits(backend):
     def function(x, conv_weight, residual, **inputs):
         norm = {name: t for name, t in inputs.items() if name != "conv_bias"}
         x = pk.bn_relu(pk.residual_add(x, x.sin()), **norm, training=True)
-        options = {"residual": residual, "padding": padding, "training": True}
+        options = {"residual": residual, "padding": "same", "training": True}
         return pk.bn_relu_conv2d(x, conv_weight, **inputs, **options)
 
     inputs = conv_inputs(CASE)
@@ -62,11 +61,15 @@ def stage_of_two(memory, **options):
     return pk.PreActStage([random_block("basic", 10, 10) for _ in range(2)], memory, **options)
 
 
+def network_of_one_block():
+    stages = [pk.PreActStage([random_block("basic", 10, 10)])]
+    return pk.PreActResNet(nn.Conv2d(10, 10, 3), nn.Identity(), stages, 10, 5)
+
+
 # With `dynamic` there is one compilation for any batch size, else a second one for the next batch.
 COMPILED = {
     "cumulative_average": (lambda: randomised(pk.BNReLU2d(10, momentum=None)), True, None, "aot"),
     "bn_relu_conv": (EVERY_MODULE["bn_relu_conv"], True, None, "eager"),
-    "bn_relu_conv_evaluation": (EVERY_MODULE["bn_relu_conv"], False, None, "aot"),
     "norm_act_conv": (EVERY_MODULE["norm_act_conv"], True, True, "eager"),
     "batch_norm_act_conv": (EVERY_MODULE["batch_norm_act_conv"], True, None, "aot"),
     "parameter_of_activation": (
@@ -75,8 +78,8 @@ COMPILED = {
         True,
         "eager",
     ),
-    "basic_block": (EVERY_MODULE["basic_block"], True, None, "aot"),
-    "network_evaluation": (EVERY_MODULE["network"], False, True, "eager"),
+    "basic_block": (EVERY_MODULE["basic_block"], True, None, "eager"),
+    "network_evaluation": (network_of_one_block, False, True, "eager"),
     "rebuilt_stage": (lambda: stage_of_two("rebuild"), True, None, "aot"),
     "checkpointed_stage": (lambda: stage_of_two("checkpoint", segments=2), True, True, "eager"),
 }
@@ -93,14 +96,12 @@ def test_modules_compile_once_for_any_batch_size(make, training, dynamic, graphs
     assert counter.frame_count == (1 if dynamic else 2)
 
 
-@pytest.mark.parametrize(("dims", "dtype"), [(3, torch.float32), (5, torch.bfloat16)])
-def test_compiled_units_with_scale_shift_and_dropout_give_the_same_bits(dims, dtype, backend):
-    shape = (3, 8, 5, 4, 6)[:dims]
-    conv = {3: nn.Conv1d, 5: nn.Conv3d}[dims](8, 6, 3, padding=1)
-    module = pk.NormActConv(nn.GroupNorm(4, 8), ("elu", 0.5), conv, dropout=0.25)
-    inputs = {"x": torch.randn(shape), "scale": torch.randn(3, 8), "shift": torch.randn(3, 8)}
-    module, inputs = module.to(dtype), {n: t.to(dtype) for n, t in inputs.items()}
-    inputs["residual"] = torch.randn(3, 6, *shape[2:])
+def test_a_compiled_unit_with_scale_shift_and_dropout_gives_the_same_bits(backend):
+    conv = nn.Conv1d(8, 6, 3, padding=1)
+    module = pk.NormActConv(nn.GroupNorm(4, 8), ("elu", 0.5), conv, dropout=0.25).bfloat16()
+    inputs = {"x": torch.randn(3, 8, 5), "scale": torch.randn(3, 8), "shift": torch.randn(3, 8)}
+    inputs = {n: t.bfloat16() for n, t in inputs.items()}
+    inputs["residual"] = torch.randn(3, 6, 5)
 
     def seeded(call):
         def run(**inputs):
@@ -113,6 +114,7 @@ def test_compiled_units_with_scale_shift_and_dropout_give_the_same_bits(dims, dt
     assert_same_bits(seeded(compiled), seeded(module))
 
 
+@pytest.mark.slow
 def test_inductor_gives_close_results(backend):
     module = EVERY_MODULE["bn_relu_conv"]()
     other = copy.deepcopy(module)
@@ -123,8 +125,8 @@ def test_inductor_gives_close_results(backend):
 @pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 def test_a_compiled_stage_beside_a_float32_stream_gives_the_same_bits(backend):
     """An op rounds the gradient of PyTorch's convolution, which was rounded before."""
-    blocks = [random_block("basic", 10, 16, 2), random_block("basic", 16, 16)]
-    stage = pk.PreActStage(blocks, "checkpoint", residual_dtype=torch.float32)
+    block = random_block("basic", 10, 16, 2)
+    stage = pk.PreActStage([block], residual_dtype=torch.float32)
     stage = in_dtype(stage, torch.bfloat16)
     other = copy.deepcopy(stage)
     compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
@@ -132,7 +134,7 @@ def test_a_compiled_stage_beside_a_float32_stream_gives_the_same_bits(backend):
 
 
 def test_a_stage_whose_input_needs_no_gradient_compiles_into_one_graph(backend):
-    stage = pk.PreActStage([random_block("basic", 10, 10) for _ in range(3)])
+    stage = pk.PreActStage([random_block("basic", 10, 10) for _ in range(2)])
     stage[0].requires_grad_(False)
     x = torch.randn(2, 10, 5, 5)
     compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")

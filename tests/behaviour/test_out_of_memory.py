@@ -1,7 +1,4 @@
-"""Each allocation of a training step fails once: an error, and no trace of it.
-
-The CPU library and PyTorch's own allocator run out of memory alike; see failing_allocation.py.
-"""
+"""Each allocation of a training step fails once: see failing_allocation.py."""
 
 import ctypes
 import json
@@ -24,45 +21,34 @@ pytestmark = [
 ]
 
 SOURCE = Path(__file__).with_name("failing_allocation.cpp")
-# The quick ones have an output in NCHW order, the last allocation of a forward.
-QUICK = [f"{name}-nchw" for name in ("bn_relu", "bn_relu_conv2d", "bottleneck", "rebuild")]
-SLOW = [f"{name}-{order}" for name in MODULES for order in MEMORY_FORMATS]
+# Outputs in NCHW order are the last allocation of a forward; several threads have buffers.
+QUICK = ["bn_relu-nchw-1", "bn_relu_conv2d-nhwc-3", "rebuild-nchw-1"]
+SLOW = [f"{name}-{order}-{n}" for name in MODULES for order in MEMORY_FORMATS for n in (1, 3)]
 
 
-@pytest.fixture(scope="module")
-def attempts_of(tmp_path_factory):
-    """A function of the number of threads and cases: their attempts, by case."""
-    library = tmp_path_factory.mktemp("failing_allocation") / "library.so"
+def attempts_of(cases, library):
+    """The attempts of each case, in one process."""
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared"]
     host_compiler.run([*host_compiler.CXX, *flags, str(SOURCE), "-o", str(library)])
-
-    def attempts(threads, cases):
-        command = [sys.executable, "-m", "tests.behaviour.failing_allocation", str(threads), *cases]
-        environment = os.environ | {"LD_PRELOAD": str(library)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        return {case: [Attempt(*values) for values in found[case]] for case in cases}
-
-    return attempts
+    command = [sys.executable, "-m", "tests.behaviour.failing_allocation", *cases]
+    environment = os.environ | {"LD_PRELOAD": str(library)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return {case: [Attempt(*values) for values in found[case]] for case in cases}
 
 
 @pytest.mark.parametrize(
-    ("threads", "cases"),
-    [
-        pytest.param(1, QUICK, id="quick"),
-        pytest.param(3, ["bn_relu_conv2d-nhwc"], id="quick_3_threads"),  # buffers of threads
-        pytest.param(1, SLOW, id="every_case", marks=pytest.mark.slow),
-        pytest.param(3, SLOW, id="3_threads", marks=pytest.mark.slow),
-    ],
+    "cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "every_case"]
 )
-def test_a_step_without_memory_is_an_error_that_leaves_no_trace(threads, cases, attempts_of):
+def test_a_step_without_memory_is_an_error_that_leaves_no_trace(cases, tmp_path):
     wrong = []
-    for case, attempts in attempts_of(threads, cases).items():
+    for case, attempts in attempts_of(cases, tmp_path / "library.so").items():
         *failed, last = attempts
         assert not last.error and last.has_counted
         directions = [a.error.split()[3].strip(":") for a in failed if a.error]
-        least = 1 if case == "bn_relu-nhwc" else 3  # whose output is its only allocation
+        # The only allocation of this forward is its output.
+        least = 1 if case.startswith("bn_relu-nhwc") else 3
         assert min(directions.count("forward"), directions.count("backward")) >= least, case
         for index, attempt in enumerate(attempts):
             faults = list(attempt.faults)
@@ -73,5 +59,5 @@ def test_a_step_without_memory_is_an_error_that_leaves_no_trace(threads, cases, 
 
 
 def is_out_of_memory(error):
-    """Whether a program that retries with a smaller batch knows the error as such."""
+    """Whether an error has a message that programs which retry with smaller batches look for."""
     return re.search("MemoryError|out of memory|can't allocate memory", error)
