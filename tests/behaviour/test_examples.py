@@ -29,7 +29,11 @@ def train(tmp_path, monkeypatch, capsys):
     Returns losses, the gradients of the first step, printed accuracies, and converted models.
     """
     pytest.importorskip("sklearn")
+    from preact_kernels.study import data
+
+    load_digits = data.load_digits
     monkeypatch.delenv("PREACT_KERNELS_DATA", raising=False)
+    monkeypatch.setattr(data, "load_digits", lambda *, train: load_digits(train=train).resized(16))
     cross_entropy, convert, sgd_step = F.cross_entropy, pk.convert, torch.optim.SGD.step
 
     def run(source, *arguments):

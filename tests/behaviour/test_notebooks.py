@@ -8,6 +8,10 @@ pytest.importorskip("nbclient")
 pytest.importorskip("sklearn")
 pytest.importorskip("tensorboard")
 
+import matplotlib
+from IPython import display
+from matplotlib import pyplot as plt
+
 from tests.behaviour import notebooks
 
 COMMITTED = notebooks.read(notebooks.IDENTITY_MAPPINGS)
@@ -18,23 +22,26 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def output_types(notebook):
-    """Returns the types of what each code cell displays."""
+def displayed(notebook):
+    """What each code cell displays: the text of a table, or None for a figure."""
     return [
-        [sorted(output.data) for output in cell.outputs if "data" in output]
+        [output.data.get("text/markdown") for output in cell.outputs if "data" in output]
         for cell in code_cells(notebook)
     ]
 
 
-def column(notebook, title):
+def column(cells, title):
     """Maps the first column of a displayed table to another."""
-    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
-    texts = [output.get("data", {}).get("text/markdown", "") for output in outputs]
-    (table,) = [text for text in texts if title in text]
+    (table,) = [text for outputs in cells for text in outputs if text and title in text]
     names, _, *rows = [
         [value.strip() for value in line.strip("|").split("|")] for line in table.splitlines()
     ]
     return {row[0]: row[names.index(title)] for row in rows}
+
+
+def kinds(cells):
+    """Whether each output is a figure."""
+    return [[text is None for text in outputs] for outputs in cells]
 
 
 def test_outputs_are_those_of_the_code():
@@ -47,12 +54,19 @@ def test_outputs_are_those_of_the_code():
     assert notebooks.IDENTITY_MAPPINGS.stat().st_size < 400_000
 
 
-def test_a_reduced_notebook_runs():
+def test_the_code_runs_with_small_networks_in_this_process(monkeypatch):
     notebook = notebooks.read(notebooks.IDENTITY_MAPPINGS)
-    notebooks.set_parameters(notebook, DEPTH=8, EPOCHS=1)
-    notebooks.execute(notebook, OMP_NUM_THREADS="1")
-    assert output_types(notebook) == output_types(COMMITTED)
-    identities = column(notebook, "blocks that are the identity")
+    notebooks.set_parameters(notebook, DEPTH=8, EPOCHS=1, IMAGE_SIZE=8)
+    matplotlib.use("agg")
+    monkeypatch.setattr(display, "display", lambda table: found[-1].append(table.data))
+    monkeypatch.setattr(plt, "show", lambda: found[-1].append(None))
+    names, found = {}, []
+    for cell in code_cells(notebook):
+        found.append([])
+        exec(cell.source, names)
+    plt.close("all")
+    assert kinds(found) == kinds(displayed(COMMITTED))
+    identities = column(found, "blocks that are the identity")
     assert identities.pop("full-preactivation") == "1 of 1"
     assert set(identities.values()) == {"0 of 1"}
 
@@ -61,8 +75,9 @@ def test_a_reduced_notebook_runs():
 def test_the_notebook_shows_what_its_text_says():
     notebook = notebooks.read(notebooks.IDENTITY_MAPPINGS)
     notebooks.execute(notebook)
-    assert output_types(notebook) == output_types(COMMITTED)
-    gradients = {k: float(v) for k, v in column(notebook, "with branches").items()}
+    cells = displayed(notebook)
+    assert kinds(cells) == kinds(displayed(COMMITTED))
+    gradients = {k: float(v) for k, v in column(cells, "with branches").items()}
     assert min(gradients, key=gradients.get) == "identity" and gradients["identity"] < 1e4
-    errors = {k: float(v) for k, v in column(notebook, "test error, %").items()}
+    errors = {k: float(v) for k, v in column(cells, "test error, %").items()}
     assert errors["full-preactivation"] < 10 and errors["original"] > 30
