@@ -1,7 +1,7 @@
 """The Python code in README.md and docs/ runs, and prints what the pages say.
 
-The blocks of a page are one program. In a page of `SNIPPETS` each block runs alone, after the names
-that snippets use are defined. A block ```text behind a block of code is its output.
+The blocks of a page are one program. In the pages of `SNIPPETS` each block runs alone, with the
+names of `snippet_names`. A block ```text after a block of code is its output.
 """
 
 import re
@@ -86,7 +86,18 @@ def one_process():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if BLOCK.search(text)])
+# A quick test of the same network: examples/memory_budget.py.
+SLOW = ("docs/guides/1001-layers.md",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, text in PAGES.items()
+        if BLOCK.search(text)
+    ],
+)
 def test_the_code_of_a_page_runs(name, request, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = PAGES[name]

@@ -111,9 +111,8 @@ def test_transforms_equal_the_plain_ones(transform, training, name):
     check_transform(transform, untracked(module) if training else module.eval(), images())
 
 
-@pytest.mark.parametrize("name", ["bn_relu_conv", "network"])
-def test_forward_mode_updates_running_statistics_once(name):
-    module = EVERY_MODULE[name]().double()
+def test_forward_mode_updates_running_statistics_once():
+    module = EVERY_MODULE["network"]().double()
     check_transform(dual_numbers, module, images())
     assert all(n == 1 for name, n in module.named_buffers() if "num_batches" in name)
 
@@ -138,17 +137,14 @@ def output_and_tangent(module, x):
     return {"y": y.detach(), "tangent": tangent.detach()}
 
 
-def check_mixed_dtypes(transform, half, conv_dtype):
-    """`half` with float32 norms, and its convolutions in `conv_dtype`."""
-    x = torch.randn(16, 10, 12, 9).bfloat16()
-    mixed = in_dtype(copy.deepcopy(half), conv_dtype)
-    found = transform(mixed, x)
-    y_dtype = mixed(x).dtype
-    expected = {"y": y_dtype, "tangent": y_dtype, "dx": x.dtype}
-    assert all(found[n].dtype == dtype for n, dtype in expected.items() if n in found)
-    truth = transform(plain_copy(half).double(), x.double())
-    errors = {n: distance(t, truth[n]) for n, t in transform(plain_copy(half), x).items()}
-    assert_within_budget(found, truth, errors)
+def output_and_gradients_for_each(module, x):
+    inputs = x.detach().requires_grad_(), *module.parameters()
+    y = module(inputs[0])
+    dy = (y.detach().double().cos() / 8).to(y.dtype)
+    backward = torch.func.vmap(lambda dy: torch.autograd.grad(y, inputs, dy))
+    gradients = backward(torch.stack([dy, dy.flip(0)]))
+    names = "dx", *(f"d{n}" for n, _ in module.named_parameters())
+    return {"y": y.detach(), **dict(zip(names, gradients, strict=True))}
 
 
 # No more than a block: in bfloat16, rounding decides many signs behind several.
@@ -165,28 +161,25 @@ MIXED = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("conv_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "transform", [output_and_gradients, output_and_gradients_of_each, output_and_tangent]
+    "transform",
+    [
+        output_and_gradients,
+        output_and_gradients_of_each,
+        output_and_gradients_for_each,
+        output_and_tangent,
+    ],
 )
 def test_transforms_in_bfloat16_beside_float32_parameters(transform, conv_dtype, training, make):
     half = (untracked(make()) if training else make().eval()).bfloat16()
-    check_mixed_dtypes(transform, half, conv_dtype)
-
-
-def output_and_gradients_for_each(module, x):
-    inputs = x.detach().requires_grad_(), *module.parameters()
-    y = module(inputs[0])
-    dy = (y.detach().double().cos() / 8).to(y.dtype)
-    backward = torch.func.vmap(lambda dy: torch.autograd.grad(y, inputs, dy))
-    gradients = backward(torch.stack([dy, dy.flip(0)]))
-    names = "dx", *(f"d{n}" for n, _ in module.named_parameters())
-    return {"y": y.detach(), **dict(zip(names, gradients, strict=True))}
-
-
-@pytest.mark.parametrize("conv_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["bn_relu_conv", "norm_act_conv"])
-def test_vmap_of_a_backward_in_bfloat16_beside_float32_parameters(name, conv_dtype):
-    half = untracked(MIXED[name]()).bfloat16()
-    check_mixed_dtypes(output_and_gradients_for_each, half, conv_dtype)
+    x = torch.randn(16, 10, 12, 9).bfloat16()
+    mixed = in_dtype(copy.deepcopy(half), conv_dtype)
+    found = transform(mixed, x)
+    y_dtype = mixed(x).dtype
+    expected = {"y": y_dtype, "tangent": y_dtype, "dx": x.dtype}
+    assert all(found[n].dtype == dtype for n, dtype in expected.items() if n in found)
+    truth = transform(plain_copy(half).double(), x.double())
+    errors = {n: distance(t, truth[n]) for n, t in transform(plain_copy(half), x).items()}
+    assert_within_budget(found, truth, errors)
 
 
 def with_weight_last(function):
@@ -194,6 +187,13 @@ def with_weight_last(function):
     return lambda x, w, b, conv_weight, **options: function(x, conv_weight, w, b, **options)
 
 
+def group_norm(function):
+    return lambda x, w, b, scale, training: function(
+        x, weight=w, bias=b, num_groups=5, activation="silu", scale=scale
+    )
+
+
+MISH = {"activation": "mish"}
 FUNCTIONS = {
     "bn_relu": (pk.bn_relu, plain_bn_relu, ((10,), (10,))),
     "bn_relu_conv2d": (
@@ -202,21 +202,13 @@ FUNCTIONS = {
         ((10,), (10,), (6, 10, 3, 3)),
     ),
     "group_norm_act": (
-        lambda x, w, b, scale, training: pk.group_norm_act(
-            x, 5, w, b, activation="silu", scale=scale
-        ),
-        lambda x, w, b, scale, training: plain_norm_act(
-            x, w, b, num_groups=5, activation="silu", scale=scale
-        ),
+        group_norm(pk.group_norm_act),
+        group_norm(plain_norm_act),
         ((10,), (10,), (3, 10)),
     ),
     "batch_norm_act_conv": (
-        lambda x, w, b, conv_weight, **options: pk.batch_norm_act_conv(
-            x, w, b, conv_weight=conv_weight, activation="mish", **options
-        ),
-        lambda x, w, b, conv_weight, **options: plain_norm_act_conv(
-            x, w, b, conv_weight=conv_weight, activation="mish", **options
-        ),
+        lambda x, w, b, k, **o: pk.batch_norm_act_conv(x, w, b, conv_weight=k, **MISH, **o),
+        lambda x, w, b, k, **o: plain_norm_act_conv(x, w, b, conv_weight=k, **MISH, **o),
         ((10,), (10,), (6, 10, 3, 3)),
     ),
     "residual_add": (
@@ -267,49 +259,35 @@ def test_functions_under_transforms_equal_the_plain_ones(fused, plain, shapes):
     assert_close(*results)
 
 
-# One of each way to run a backward.
-every_node = pytest.mark.parametrize("name", ["bn_relu", "bn_relu_conv", "checkpointed_stage"])
-
-
-@every_node
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("create_graph", [True, False])
+@pytest.mark.parametrize(
+    ("name", "training", "create_graph"),
+    [
+        ("bn_relu", True, False),
+        ("bn_relu_conv", False, True),
+        ("checkpointed_stage", True, True),
+        # PyTorch's group norm has no second derivative of a batch.
+        ("norm_act", True, False),
+        ("norm_act_conv", True, False),
+        ("batch_norm_act_conv", True, False),
+    ],
+)
 def test_batches_of_gradients_equal_the_plain_ones(create_graph, training, name, backend):
-    module = EVERY_MODULE[name]().double().train(training)
+    module, x = EVERY_MODULE[name]().double().train(training), images()
     results = []
     for m in (module, plain_copy(module)):
-        x = torch.linspace(-3, 3, 600, dtype=torch.float64).sin().view(3, 10, 5, 4)
-        x.requires_grad_()
-        y = m(x)
+        leaf = x.clone().requires_grad_()
+        y = m(leaf)
         several = torch.stack([y.detach().cos(), y.detach().sin(), torch.ones_like(y)])
-        with warnings.catch_warnings():  # of PyTorch, that some of its operators are looped over
+        options = {"is_grads_batched": True, "create_graph": create_graph}
+        with warnings.catch_warnings():  # PyTorch loops over some of its operators
             warnings.simplefilter("ignore")
-            found = torch.autograd.grad(
-                y, (x, *m.parameters()), several, is_grads_batched=True, create_graph=create_graph
-            )
+            found = torch.autograd.grad(y, (leaf, *m.parameters()), several, **options)
         assert all(g.requires_grad == create_graph for g in found)
         results.append([g.detach() for g in found])
     assert_close(*results)
 
 
-@pytest.mark.parametrize("name", ["norm_act", "norm_act_conv", "batch_norm_act_conv"])
-def test_batches_of_gradients_of_any_norm_equal_the_plain_ones(name, backend):
-    """PyTorch's group norm has no second derivative of a batch."""
-    module = EVERY_MODULE[name]().double()
-    x, results = images(), []
-    for m in (module, plain_copy(module)):
-        leaf = x.clone().requires_grad_()
-        y = m(leaf)
-        several = torch.stack([y.detach().cos(), y.detach().sin()])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inputs = (leaf, *m.parameters())
-            results.append(torch.autograd.grad(y, inputs, several, is_grads_batched=True))
-    assert_close(*results)
-
-
-@every_node
+@pytest.mark.parametrize("name", ["bn_relu", "bn_relu_conv", "checkpointed_stage"])
 def test_dual_numbers_as_gradients_equal_the_plain_ones(name, backend):
     module, x = EVERY_MODULE[name]().double(), images()
     results = []
@@ -324,8 +302,7 @@ def test_dual_numbers_as_gradients_equal_the_plain_ones(name, backend):
 
 
 def test_transforms_within_compiled_functions_equal_the_plain_ones():
-    module = pk.PreActStage([random_block("basic", 10, 10)], "checkpoint").double().eval()
-    x = images()
+    module, x = EVERY_MODULE["bn_relu_conv"]().double().eval(), images()
     torch._dynamo.reset()
     compiled = torch.compile(partial(vmap, module), fullgraph=True, backend="aot_eager")
     assert_close(compiled(x), vmap(plain_copy(module), x))
@@ -342,9 +319,7 @@ class Logged(Tensor):
         return super().__torch_function__(function, types, arguments, options or {})
 
 
-@pytest.mark.parametrize(
-    ("name", "of"), [("bn_relu", "input"), ("bn_relu_conv", "parameters"), ("stage", "parameters")]
-)
+@pytest.mark.parametrize(("name", "of"), [("bn_relu", "input"), ("stage", "parameters")])
 def test_subclasses_of_tensor_see_the_plain_operators(name, of):
     module = EVERY_MODULE[name]().double()
     x = images()
