@@ -18,7 +18,6 @@ from tests.cases import (
     plain_bn_relu,
     plain_bn_relu_conv2d,
     random_block,
-    randomised,
 )
 from tests.oracle import check, evaluate, plain_copy, same_bits
 
@@ -140,18 +139,9 @@ def test_modules_have_the_dtypes_of_the_plain_ones(name, x_dtype, backend):
     assert {n: t.dtype for n, t in results.items()} == {n: t.dtype for n, t in expected.items()}
 
 
-def test_a_module_equals_the_plain_one_where_autocast_is_switched_off(backend):
-    module = randomised(pk.BNReLUConv2d(16, 8, 3))
-    x = torch.randn(2, 16, 5, 6)
-    with (
-        torch.autocast(x.device.type, torch.bfloat16),
-        torch.autocast(x.device.type, enabled=False),
-    ):
-        y = module(x)
-    assert y.dtype == torch.float32
-
-
-def test_autocast_leaves_float64_as_it_is(backend):
-    module, x = pk.BNReLUConv2d(16, 8, 3).double(), torch.randn(2, 16, 5, 6).double()
+def test_autocast_that_is_switched_off_and_float64_change_no_dtype(backend):
+    module, x = pk.BNReLUConv2d(16, 8, 3), torch.randn(2, 16, 5, 6)
     with torch.autocast(x.device.type, torch.bfloat16):
-        assert module(x).dtype == torch.float64
+        with torch.autocast(x.device.type, enabled=False):
+            assert module(x).dtype == torch.float32
+        assert module.double()(x.double()).dtype == torch.float64

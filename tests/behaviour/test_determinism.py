@@ -2,13 +2,12 @@
 
 What differs between the runs, and what is promised:
 
-- cpu: nothing but time, on two or three threads; equal bits for equal numbers of threads. Another
-  number of threads changes weight gradients of convolutions, whose partial sums are one a thread,
-  and nothing else.
+- cpu: timing, on several threads; equal bits for equal numbers of threads. Another number of
+  threads changes only weight gradients of convolutions, where each thread has a partial sum.
 - cuda on the host: the order of blocks, warps and threads; equal bits.
 - triton in the interpreter: the order of programs; equal bits. Another number of programs changes
-  sums over pixels, and nothing else.
-- either of them on a GPU: nothing but time; equal bits.
+  only sums over pixels.
+- cuda and triton on a GPU: timing; equal bits.
 """
 
 import math
@@ -59,30 +58,20 @@ def test_runs_of_bn_relu_conv2d_agree(case, dtype, backend):
 
 
 @dtypes
-@pytest.mark.parametrize("modulation", [(), ("scale", "shift")], ids=["", "modulated"])
+@pytest.mark.parametrize("kernel", [None, 1, 3])  # None: no convolution
 @pytest.mark.parametrize("num_groups", [8, None])
 @pytest.mark.covering(1)
 @pytest.mark.backends("cpu", slow=("triton", "cuda"))
-def test_runs_of_norm_act_agree(num_groups, modulation, dtype, backend):
-    is_slow = backend != "cpu" and device_of(backend) == "cpu"
-    case = NormCase((2, 32, 9, 11) if is_slow else (8, 32, 19, 17), num_groups)
-    inputs = norm_inputs(case, dtype, modulation)
-    call = partial(case.norm_act, activation="silu")
-    assert_runs_agree(backend, partial(evaluate, call, inputs))
-
-
-@dtypes
-@pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("num_groups", [8, None])
-@pytest.mark.covering(1)
-@pytest.mark.backends("cpu", slow=("triton", "cuda"))
-def test_runs_of_norm_act_conv_agree(num_groups, kernel, dtype, backend):
+def test_runs_of_any_norm_agree(num_groups, kernel, dtype, backend):
     is_slow = backend != "cpu" and device_of(backend) == "cpu"
     norm = NormCase((2, 32, 9, 11) if is_slow else (8, 32, 19, 17), num_groups)
-    case = NormConvCase(norm, 32, kernel, padding=kernel // 2, residual=True)
-    inputs = norm_conv_inputs(case, dtype, ("scale",) if num_groups else ())
-    call = partial(case.fused, activation="silu")
-    assert_runs_agree(backend, partial(evaluate, call, inputs))
+    modulation = ("scale",) if num_groups else ()
+    if kernel is None:
+        inputs, fused = norm_inputs(norm, dtype, modulation), norm.norm_act
+    else:
+        case = NormConvCase(norm, 32, kernel, padding=kernel // 2, residual=True)
+        inputs, fused = norm_conv_inputs(case, dtype, modulation), case.fused
+    assert_runs_agree(backend, partial(evaluate, partial(fused, activation="silu"), inputs))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +86,7 @@ def test_runs_of_a_stage_agree(width, memory, dtype, backend):
 
 
 MANY = ConvCase("many", (80, 16, 5, 6), 16, padding=1, residual=True)
-# Of these a strip has 4, 2 or 1 images, on 1, 2 or 5 threads.
+# With 1, 2 or 5 threads, a strip has 4, 2 or 1 images.
 SMALL = ConvCase("small", (17, 32, 3, 5), 64, padding=1, residual=True)
 
 
@@ -105,12 +94,9 @@ SMALL = ConvCase("small", (17, 32, 3, 5), 64, padding=1, residual=True)
     ("case", "count", "dtype"),
     [
         (MANY._replace(kernel=1, padding=0), 2, torch.bfloat16),
-        (MANY, 3, torch.float32),
-        (MANY, 70, torch.bfloat16),
-        (SMALL, 2, torch.float32),
+        (MANY, 70, torch.float32),
         (SMALL, 5, torch.bfloat16),
-        (SMALL._replace(stride=2), 2, torch.bfloat16),
-        (SMALL._replace(stride=2), 5, torch.float32),
+        (SMALL._replace(stride=2), 2, torch.float32),
     ],
 )
 @pytest.mark.backends("cpu")
@@ -122,7 +108,7 @@ def test_threads_change_only_the_order_of_weight_gradients(case, count, dtype, b
         several = evaluate(call, inputs)
     one, other = single.pop("dconv_weight"), several.pop("dconv_weight")
     assert_same_bits(several, single)
-    # A weight's gradient is a sum of as many values as there are pixels, here in another order.
+    # The gradient of a weight is a sum over pixels, here in another order.
     pixels = math.prod(single["y"].shape) / case.out_channels
     assert (other - one).norm() <= torch.finfo(dtype).eps * math.sqrt(pixels) * one.norm()
 
@@ -175,7 +161,6 @@ def test_an_image_does_not_depend_on_its_batch_in_evaluation(backend):
 
 
 def test_bits_tell_apart_what_compares_equal_or_close():
-    """What the tests here and elsewhere rely on."""
     nan, other_nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     for a, b in (
         (torch.zeros(()), -torch.zeros(())),
@@ -184,7 +169,4 @@ def test_bits_tell_apart_what_compares_equal_or_close():
         (torch.ones(2), torch.ones(2, 1)),
         (torch.ones(1), torch.ones(1) + 2**-23),
     ):
-        assert not same_bits(a, b)
-        assert same_bits(a, a.clone())
-        with pytest.raises(AssertionError, match="other bits in y"):
-            assert_same_bits({"y": a}, {"y": b})
+        assert not same_bits(a, b) and same_bits(a, a.clone())

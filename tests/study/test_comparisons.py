@@ -63,9 +63,8 @@ def test_shortcuts(tiny, tmp_path):
     assert main(["shortcuts", "--out", str(tmp_path), "--seeds", "2", "--device", "cpu"]) == 0
     report = check_report(tmp_path, 7)
     assert "| dropout |" in report and "| failed |" in report
-    results = rows_of(tmp_path / "results.csv")
-    assert len(results) == 2 * len(paper.SHORTCUTS)
-    assert {r["label"] for r in results} == paper.SHORTCUTS.keys()
+    labels = [r["label"] for r in rows_of(tmp_path / "results.csv")]
+    assert sorted(labels) == sorted(2 * list(paper.SHORTCUTS))
 
 
 @pytest.mark.slow
@@ -103,17 +102,14 @@ def test_the_spread_of_seeds():
     assert spread([1.2345], 3) == "1.234"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--paper"], "data: expected a directory of CIFAR files beside --paper"),
-        (["--seeds", "0"], "seeds: expected at least 1, got 0"),
-        (["--epochs", "-1"], "epochs: expected at least 1, got -1"),
-        (["--depths", "21"], r"depth: expected 6n\+2"),
-    ],
-)
-def test_wrong_options_are_named(arguments, message, tmp_path, monkeypatch):
+def test_wrong_options_are_named(tmp_path, monkeypatch):
     monkeypatch.delenv("PREACT_KERNELS_DATA", raising=False)
-    with pytest.raises(SystemExit, match=f"study: {message}"):
-        main(["placements", "--out", str(tmp_path / "out"), *arguments])
+    for arguments, message in (
+        ("--paper", "data: expected a directory of CIFAR files beside --paper"),
+        ("--seeds 0", "seeds: expected at least 1, got 0"),
+        ("--epochs -1", "epochs: expected at least 1, got -1"),
+        ("--depths 21", r"depth: expected 6n\+2"),
+    ):
+        with pytest.raises(SystemExit, match=f"study: {message}"):
+            main(["placements", "--out", str(tmp_path / "out"), *arguments.split()])
     assert not (tmp_path / "out").exists()

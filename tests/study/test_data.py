@@ -8,11 +8,9 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("tabulate")
 pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
-from bench.__main__ import main
 from preact_kernels.study import data
 
 RECORDS = 20  # per file: fewer than published, so the reader warns
@@ -63,12 +61,11 @@ class TestCifar:
         ("content", "message"),
         [
             (cifar("cifar-10")[:-1], r"3\.bin: expected whole records.*truncated"),
-            (b"", r"3\.bin: expected whole records.*truncated"),
             (cifar("cifar-10")[:-3073], r"files of equal length.*data_batch_3\.bin 19"),
             ((bytes([10]) + bytes(3072)) * RECORDS, r"3\.bin: expected labels below 10, got 10"),
             (None, r"data_batch_3\.bin missing"),
         ],
-        ids=["a byte", "empty", "a record", "labels", "missing"],
+        ids=["a byte", "a record", "labels", "missing"],
     )
     def test_a_wrong_file_is_named(self, cifar_10, content, message):
         path = cifar_10 / "data_batch_3.bin"
@@ -102,13 +99,6 @@ class TestCifar:
         published = ten._replace(archive_md5=hashlib.md5(path.read_bytes()).hexdigest())
         monkeypatch.setattr(data, "_CIFAR", (published, hundred))
         assert len(data.load_cifar(tmp_path).labels) == 5 * RECORDS
-
-    def test_the_benchmark_says_what_is_wrong_and_writes_nothing(self, cifar_10, tmp_path):
-        (cifar_10 / "data_batch_1.bin").write_bytes(b"123")
-        out = tmp_path / "out"
-        with pytest.raises(SystemExit, match=r"bench: .*data_batch_1\.bin: expected whole records"):
-            main(["--quick", "--device", "cpu", "--data", str(cifar_10), "--out", str(out)])
-        assert not out.exists()
 
 
 def test_digits_are_the_default_and_all_there_once(monkeypatch):

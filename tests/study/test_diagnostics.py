@@ -317,10 +317,6 @@ def test_csv_has_the_rows_and_stays_if_writing_others_fails(tmp_path):
     assert header == ",".join(BlockRow._fields)
     assert line == '0,1,"a,""b""",1,1.23456e-20,1,1,1,1,0.005,'
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_csv_with_other_columns_is_an_error(tmp_path):
-    path = tmp_path / "rows.csv"
     path.write_text("step,loss\n1,2\n")
     with pytest.raises(ValueError, match=r"^path: expected columns step,.*, got 'step,loss'"):
         diagnostics.read_csv(path)
@@ -374,10 +370,8 @@ X, _ = batch()
     ("call", "error", "message"),
     [
         (lambda m: Monitor(m, 0), ValueError, "every: expected at least 1, got 0"),
-        (lambda m: Monitor(m, True), TypeError, "every: expected an int, got bool"),
         (lambda m: Monitor(m, blocks={}), ValueError, "blocks: expected at least one block"),
         (lambda m: Monitor(m, blocks=[m]), TypeError, "blocks: expected a dict of modules"),
-        (lambda m: Monitor(None), TypeError, "model: expected an nn.Module, got NoneType"),
         (lambda m: Monitor(m).attach(m), TypeError, "optimizer: expected a torch.optim.Optimizer"),
         (lambda m: diagnostics.blocks_of(m.fc), ValueError, "model: expected residual blocks"),
         (lambda m: measured(m, lambda y: y), ValueError, r"loss_fn: .* one element, got \[4, 10\]"),
@@ -396,7 +390,6 @@ X, _ = batch()
             ValueError,
             "blocks: expected blocks with a last_conv, got Conv2d as 'stem'",
         ),
-        (lambda m: diagnostics.histograms(m, X, bins=0), ValueError, "bins: expected at least 1"),
         (lambda m: diagnostics.histograms(m, X, limit=-1.0), ValueError, "limit: expected a posi"),
     ],
 )

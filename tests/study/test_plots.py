@@ -1,4 +1,4 @@
-"""Plots and diagrams of the study: files and the content of figures."""
+"""Plots and diagrams of the study: files, the data that is drawn, and what is left out."""
 
 import math
 from pathlib import Path
@@ -9,11 +9,10 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs preact_kernels[study]")
 from matplotlib import image
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from preact_kernels.study import plots
-from preact_kernels.study.blocks import PLACEMENTS, SHORTCUTS, Placement
-from preact_kernels.study.plots import diagrams, parts
+from preact_kernels.study.blocks import PLACEMENTS, SHORTCUTS
+from preact_kernels.study.plots import diagrams
 
 NAN, INF = math.nan, math.inf
 
@@ -29,9 +28,7 @@ def draw(tmp_path, monkeypatch):
 
     def drawn(function, *values, **options):
         assert function(*values, path, **options) == path
-        pixels = image.imread(path)[..., :3]
-        assert min(pixels.shape[:2]) > 150
-        assert pixels.std() > 0.03, "blank"
+        assert image.imread(path)[..., :3].std() > 0.03, "blank"
         assert list(tmp_path.iterdir()) == [path], "left a temporary file"
         return figures[-1]
 
@@ -53,46 +50,19 @@ def lines(axes):
     return {n.get_label(): (list(n.get_xdata()), list(n.get_ydata())) for n in named}
 
 
-def assert_laid_out(figure, shown=()):
-    """Legends are right of their axes and inside the figure; texts do not overlap."""
-    figure.draw_without_rendering()
-    for axes in figure.axes:
-        if axes.get_legend() is not None:
-            box = axes.get_legend().get_window_extent()
-            assert box.x0 >= axes.get_window_extent().x1
-            assert box.x1 <= figure.bbox.x1
-    boxes = [text.get_window_extent() for text in shown if text.get_text()]
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[i + 1 :]), texts(shown)[i]
-
-
-# Losses
-
-
 def test_losses_are_the_median_over_seeds_with_a_band(draw):
     seeds = [[(0, 4.0), (10, 2.0)], [(0, 5.0), (10, 3.0)], [(0, 9.0), (10, 0.06)]]
-    curves = {
-        "seeds": seeds,
-        "kept": [[(0, 1.0), (1, NAN), (2, INF)]],
-        "diverged": [[(0, NAN)]],
-        **{f"network {i}": [[(s, i + s) for s in range(1, 4)]] for i in range(5)},
-    }
+    curves = {"seeds": seeds, "kept": [[(0, 1.0), (1, NAN), (2, INF)]], "diverged": [[(0, NAN)]]}
     figure = draw(plots.plot_losses, curves, smooth=1)
     (axes,) = figure.axes
     assert axes.get_yscale() == "log"
-    assert {"0.1", "0.2", "0.5", "1", "2"} <= set(texts(axes.get_yticklabels()))
     assert lines(axes)["seeds"] == ([0, 10], [5.0, 2.0])
     assert lines(axes)["kept"] == ([0], [1.0])
     band = axes.collections[0].get_paths()[0].vertices
     assert (band[:, 1].min(), band[:, 1].max()) == (0.06, 9.0)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "training loss")
-    assert legend(axes) == ["seeds", "kept", "diverged (no finite value)", *list(curves)[3:]]
+    assert legend(axes) == ["seeds", "kept", "diverged (no finite value)"]
     assert figure.get_supxlabel() == "3 points are left out: not finite"
-    named = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
-    assert len({line.get_color() for line in named}) == 8
-    assert len({str(line._unscaled_dash_pattern) for line in named}) >= 4
-    assert named[1].get_marker() not in ("none", "None", ""), "one point is not visible"
-    assert_laid_out(figure)
 
 
 def test_smoothed_losses_show_their_raw_points(draw):
@@ -101,15 +71,8 @@ def test_smoothed_losses_show_their_raw_points(draw):
     assert axes.get_yscale() == "linear", "a log axis shows no zero"
     raw, line, *_ = axes.get_lines()
     assert list(raw.get_ydata()) == [v for _, v in run]
-    assert raw.get_alpha() < 0.5
     assert np.abs(line.get_ydata()[10:-10] - 1.5).max() < 0.03
     assert lines(axes)["b"][1] == [2.0, 2.0], "the mean of fewer points than the window"
-    axes = draw(plots.plot_losses, {"a": [run]}).axes[0]
-    assert [list(line.get_ydata()) for line in axes.get_lines()] == [[v for _, v in run]]
-    assert axes.get_yscale() == "linear"
-
-
-# By block
 
 
 def test_values_by_block_are_drawn_with_gaps_and_stages(draw):
@@ -125,14 +88,6 @@ def test_values_by_block_are_drawn_with_gaps_and_stages(draw):
     assert texts(axes.texts) == ["stage 1", "stage 2", "stage 3", "stage 4"]
     at = [line.get_xdata()[0] for line in axes.get_lines() if line.get_label().startswith("_")]
     assert at == [3.5, 7.5, 13.5]
-    assert_laid_out(figure, [*axes.texts, *figure.texts])
-
-
-def test_about_twelve_of_many_points_are_marked_and_those_between_gaps():
-    values = np.array([NAN, 1.0, NAN] + [1.0] * 197)
-    marked = parts.marked(values, 0)
-    assert marked[0] == 1 and 10 < len(marked) < 20
-    assert parts.marked(values[:30], 3) == [1, *range(3, 30)]
 
 
 def test_lines_over_time_are_coloured_by_step(draw):
@@ -145,24 +100,15 @@ def test_lines_over_time_are_coloured_by_step(draw):
     lightness = [sum(line.get_color()[:3]) for line in drawn]
     assert lightness == sorted(set(lightness))
     assert (bar.get_ylabel(), list(bar.get_yticks())) == ("step", [0, 100, 200])
-    assert figure.get_supxlabel() == "1 point is left out: zero, negative or not finite"
     assert texts(figure.legends[0].get_texts()) == ["healthy: 0.001 to 2"]
-    low, high = axes.get_ylim()
-    assert low <= 1e-3 and high >= 4
-    axes, _ = draw(plots.plot_by_block_over_time, {7: [1.0]}, **options).axes
-    assert list(axes.get_xticks()) == [1] and axes.get_lines()[0].get_markevery() == [0]
-
-
-# Histograms
 
 
 def test_histograms_are_densities_by_network_and_stage(draw):
     narrow, wide = ([1, 3], [0.0, 1.0, 2.0]), ([2, 2], [0.0, 2.0, 4.0])
     outlier = ([5000, 5000, *[0] * 97, 1], range(101))
-    spike = ([1], [0.0, 0.1])
     histograms = {
         "a": {"stage 1": narrow, "stage 2": wide, "stage 3": outlier},
-        "b": {"stage 1": wide, "stage 3": spike},
+        "b": {"stage 1": wide, "stage 3": ([1], [0.0, 0.1])},
     }
     figure = draw(plots.plot_histograms, histograms)
     panels = np.array(figure.axes).reshape(2, 3)
@@ -171,21 +117,13 @@ def test_histograms_are_densities_by_network_and_stage(draw):
     assert [axes.get_title() for axes in panels[0]] == ["stage 1", "stage 2", "stage 3"]
     assert texts(panels[0, 2].texts) == ["a"] and texts(panels[1, 1].texts) == ["no values"]
     assert panels[0, 0].get_xlim() == panels[1, 0].get_xlim() == (0.0, 4.0)
-    assert panels[0, 0].get_ylim() == panels[1, 0].get_ylim()
     assert panels[0, 2].get_xlim() == (0.0, 2.0), "a rare outlier widens the axis"
-    assert {axes.get_yscale() for axes in figure.axes} == {"log"}
-    low, high = panels[0, 2].get_ylim()
-    assert low < 0.5e-2 and high > 10, "the log axis does not show both peaks"
-
-
-# Depth, bars and reports
 
 
 def test_errors_stand_at_their_depths_beside_the_papers(draw):
     series = {"original": {110: [7.4, 6.0, 6.5], 1001: [NAN, 8.0]}, "broken": {110: [NAN]}}
     reference = {"original": {1001: 7.61, 110: 6.61}}
-    figure = draw(plots.plot_error_against_depth, series, reference=reference)
-    (axes,) = figure.axes
+    (axes,) = draw(plots.plot_error_against_depth, series, reference=reference).axes
     found = lines(axes)
     assert list(found) == ["original", "original, paper", "broken (no finite value)"]
     assert found["original"][1] == [6.5, 8.0]
@@ -193,35 +131,16 @@ def test_errors_stand_at_their_depths_beside_the_papers(draw):
     assert found["original"][0] == pytest.approx([110, 1001], rel=0.01)
     bar = axes.collections[0].get_segments()[0]
     assert [end[1] for end in bar] == pytest.approx([6.0, 7.4])
-    assert axes.get_xscale() == "log"
-    assert texts(axes.get_xticklabels()) == ["110", "1001"]
-    assert figure.get_supxlabel() == "2 points are left out: not finite"
-    paper = next(line for line in axes.get_lines() if line.get_label() == "original, paper")
-    assert (paper.get_linestyle(), paper.get_markerfacecolor()) == ("--", "none")
-
-
-def test_ticks_of_many_depths_do_not_overlap():
-    figure = parts.new_figure((8.5, 4.5))
-    axes = figure.subplots()
-    depths = (18, 20, 29, 32, 34, 44, 47, 50, 56, 101, 110, 152, 164, 200, 1001)
-    parts.depth_axis(axes, depths)
-    assert list(axes.get_xticks()) == list(depths)
-    assert_laid_out(figure, axes.get_xticklabels())
 
 
 def test_costs_have_a_panel_of_times_and_one_of_memory(draw):
     times = {"PyTorch": {29: 10.0, 110: 40.0}, "fused": {29: 5.0, 110: 20.0}}
     memory = {"PyTorch": {29: 100.0, 110: 9000.0}, "fused": {29: 40.0, 110: NAN}}
-    figure = draw(plots.plot_cost_against_depth, times, memory)
-    time, space = figure.axes
+    time, space = draw(plots.plot_cost_against_depth, times, memory).axes
     assert time.get_ylabel() == "training step, ms"
     assert space.get_ylabel() == "kept for backward, MiB"
     assert lines(time)["fused"] == ([29, 110], [5.0, 20.0])
     assert lines(space)["PyTorch"] == ([29, 110], [100.0, 9000.0])
-    assert {axes.get_xscale() + axes.get_yscale() for axes in figure.axes} == {"loglog"}
-    assert legend(space) == ["PyTorch", "fused"]
-    assert figure.get_supxlabel() == "1 point is left out: zero, negative or not finite"
-    assert_laid_out(figure)
 
 
 def test_bars_show_median_seeds_and_paper_from_the_top(draw):
@@ -234,10 +153,6 @@ def test_bars_show_median_seeds_and_paper_from_the_top(draw):
     assert texts(axes.texts) == ["6.50", "8.00", "no finite value"]
     assert list(axes.get_lines()[0].get_xdata()) == [6.0, 7.4, 6.5]
     assert [list(line.get_xdata()) for line in axes.get_lines()].count([6.61]) == 1
-    assert legend(axes) == ["median", "one seed", "paper"]
-    assert axes.get_xlabel() == "test error, %"
-    assert figure.get_supxlabel() == "2 points are left out: not finite"
-    assert_laid_out(figure)
 
 
 def test_training_is_drawn_over_epochs(draw):
@@ -247,47 +162,37 @@ def test_training_is_drawn_over_epochs(draw):
     losses = [(step, 2.0 - step / 500) for step in range(0, 451, 10)] + [(500, NAN)]
     rates = [(0, 0.1), (100, 0.1), (200, 0.01), (450, 0.001)]
     options = {"learning_rates": rates, "steps_per_epoch": 100}
-    figure = draw(plots.plot_training, epochs, losses, **options)
-    rate, loss, accuracy = figure.axes
-    assert rate.get_yscale() == "log"
+    rate, loss, accuracy = draw(plots.plot_training, epochs, losses, **options).axes
     line = rate.get_lines()[0]
     assert list(line.get_ydata()) == [0.1, 0.1, 0.01, 0.001]
     assert list(line.get_xdata()) == pytest.approx([0, 1, 2, 4.5])
     smooth = loss.get_lines()[1].get_xdata()
     assert (smooth[0], smooth[-1]) == pytest.approx((0.0, 4.5))
     assert list(lines(accuracy)) == ["training", "test"]
-    assert lines(accuracy)["test"][0] == [1, 2, 3, 4]
     assert lines(accuracy)["test"][1] == pytest.approx([51, 52, 53, 54])
-    assert accuracy.get_xlabel() == "epoch"
-    assert figure.get_supxlabel() == "1 point is left out: not finite"
-    assert_laid_out(figure)
+    rate, loss, accuracy = draw(plots.plot_training, [], [(0, 2.0), (60, 1.0)]).axes
+    assert accuracy.get_xlabel() == "step"
+    assert texts([*rate.texts, *accuracy.texts]) == ["not recorded"] * 2
 
 
-# Function, values to draw, values with nothing to draw, options that are texts or scales.
+# A function, values with nothing to draw, and options.
 PLOTS = [
-    (plots.plot_losses, [{"a": [[(0, 1.0)]]}], [{"a": [[(0, NAN)]]}], {"log": True}),
-    (plots.plot_losses, [{"a": [[(0, 1.0), (1, 1e-9)]]}], [{"a": []}], {"log": False}),
-    (plots.plot_error_against_depth, [{"a": {20: [1.0], 32: [1.0]}}], [{"a": {20: [NAN]}}], {}),
-    (plots.plot_cost_against_depth, [{"a": {20: 1.0}}] * 2, [{"a": {9: 0.0}}, {"a": {9: 1.0}}], {}),
-    (plots.plot_cost_against_depth, [{"a": {20: 1.0}}] * 2, [{"a": {9: 1.0}}, {"a": {9: 0.0}}], {}),
-    (plots.plot_bars, [{"a": [1.0]}], [{"a": [INF]}], {"ylabel": "y"}),
-    (plots.plot_training, [[], [(0, 1.0)]], [[{"epoch": 1}], [(0, NAN)]], {}),
-    (plots.plot_by_block, [{"a": [1.0]}], [{"a": [0.0, -1.0, NAN, INF]}], {"ylabel": "y"}),
-    (plots.plot_by_block_over_time, [{1: [1.0]}], [{1: [0.0, -1.0, NAN]}], {"ylabel": "y"}),
-    (plots.plot_histograms, [{"a": {"s": ([1], [0, 1])}}], [{"a": {"s": ([0, 0], [0, 1, 2])}}], {}),
+    (plots.plot_losses, [{"a": [[(0, NAN)]]}], {}),
+    (plots.plot_error_against_depth, [{"a": {20: [NAN]}}], {}),
+    (plots.plot_cost_against_depth, [{"a": {9: 0.0}}, {"a": {9: 1.0}}], {}),
+    (plots.plot_cost_against_depth, [{"a": {9: 1.0}}, {"a": {9: 0.0}}], {}),
+    (plots.plot_bars, [{"a": [INF]}], {"ylabel": "y"}),
+    (plots.plot_training, [[{"epoch": 1}], [(0, NAN)]], {}),
+    (plots.plot_by_block, [{"a": [0.0, -1.0, NAN, INF]}], {"ylabel": "y"}),
+    (plots.plot_by_block_over_time, [{1: [0.0, -1.0, NAN]}], {"ylabel": "y"}),
+    (plots.plot_histograms, [{"a": {"s": ([0, 0], [0, 1, 2])}}], {}),
 ]
 
 
-@pytest.mark.parametrize(("function", "values", "nothing", "options"), PLOTS)
-def test_labels_and_scales_are_drawn_and_nothing_to_draw_is_refused(
-    draw, tmp_path, function, values, nothing, options
-):
+@pytest.mark.parametrize(("function", "nothing", "options"), PLOTS)
+def test_nothing_to_draw_is_refused(function, nothing, options, tmp_path):
     with pytest.raises(plots.NothingToPlotError, match=r"^\w+: expected .*, got none$"):
-        function(*nothing, tmp_path / "other.png", **options)
-    figure = draw(function, *values, **options)
-    labels = {v for v in options.values() if isinstance(v, str)}
-    assert labels <= set(texts(figure.findobj(Text)))
-    assert options.get("log") in (None, figure.axes[0].get_yscale() == "log")
+        function(*nothing, tmp_path / "plot.png", **options)
 
 
 def test_a_plot_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
@@ -309,22 +214,6 @@ def test_plots_set_no_backend():
     assert not [path.name for path in folder.glob("*.py") if "pyplot" in path.read_text()]
 
 
-# Optional arguments
-
-
-def test_training_is_drawn_with_what_was_recorded(draw):
-    epochs, run = [{"epoch": 1}, {"epoch": 2, "test_accuracy": 0.5}], [(0, 2.0), (60, 1.0)]
-    _, loss, accuracy = draw(plots.plot_training, epochs, run).axes
-    assert loss.get_lines()[1].get_xdata()[-1] == 2, "the last step ends the last epoch"
-    assert legend(loss) == ["loss, mean of 20 points"] and legend(accuracy) == ["test"]
-    for epochs, label in (([], "step"), ([{"epoch": 60}], "epoch")):
-        rate, loss, accuracy = draw(plots.plot_training, epochs, run).axes
-        assert lines(loss) == {"loss, mean of 20 points": ([0, 60], [1.5, 1.5])}
-        assert list(loss.get_lines()[0].get_ydata()) == [2.0, 1.0]
-        assert accuracy.get_xlabel() == label
-        assert texts([*rate.texts, *accuracy.texts]) == ["not recorded"] * 2
-
-
 def test_wrong_boundaries_and_edges_are_named(tmp_path):
     path = tmp_path / "plot.png"
     for function, wrong in ((plots.plot_by_block, 1), (plots.plot_by_block_over_time, 4)):
@@ -334,35 +223,17 @@ def test_wrong_boundaries_and_edges_are_named(tmp_path):
         plots.plot_histograms({"a": {"s": ([1, 2], [0, 1])}}, path)
 
 
-# Diagrams
-
-
-def assert_columns(axes, placements):
-    """Each column has the layers of its placement from top to bottom; the addition is "+"."""
+def test_placements_are_drawn_in_the_order_of_their_layers(draw):
+    (axes,) = draw(diagrams.draw_placements).axes
     shown = [(*text.get_position(), text.get_text()) for text in axes.texts]
-    assert [t for *_, t in sorted(shown) if t in placements] == list(placements)
-    width = axes.get_xlim()[1] / len(placements)
+    assert [t for *_, t in sorted(shown) if t in PLACEMENTS] == list(PLACEMENTS)
+    width = axes.get_xlim()[1] / len(PLACEMENTS)
     names = {"norm": "BN", "act": "ReLU"}
-    for i, (name, placement) in enumerate(placements.items()):
-        before, behind, after = ([names[layer] for layer in part] for part in placement)
-        expected = [*before, "3x3 conv", "BN", "ReLU", "3x3 conv", *behind, "+", *after]
+    for i, (name, placement) in enumerate(PLACEMENTS.items()):
+        before, end, after = ([names[layer] for layer in part] for part in placement)
+        expected = [*before, "3x3 conv", "BN", "ReLU", "3x3 conv", *end, "+", *after]
         column = [(y, t) for x, y, t in shown if x // width == i and t in expected]
         assert [text for _, text in sorted(column)] == expected, name
-
-
-def test_placements_are_drawn_in_the_order_of_their_layers(draw, monkeypatch):
-    placements = {
-        **PLACEMENTS,
-        "a new one": Placement(("norm", "act"), ("norm", "act"), ("norm", "act")),
-    }
-    monkeypatch.setattr(diagrams, "PLACEMENTS", placements)
-    figure = draw(diagrams.draw_placements)
-    (axes,) = figure.axes
-    assert_columns(axes, placements)
-    assert legend(axes) == ["runs fused"]
-    figure.draw_without_rendering()
-    axes.get_legend().remove()
-    assert_laid_out(figure, axes.texts)
 
 
 def test_fused_chains_are_what_the_converter_fuses():
@@ -379,13 +250,12 @@ def test_fused_chains_are_what_the_converter_fuses():
 
 
 def test_shortcuts_are_drawn_with_their_formulas(draw):
-    figure = draw(diagrams.draw_shortcuts)
-    (axes,) = figure.axes
-    shown = texts(axes.texts)
+    (axes,) = draw(diagrams.draw_shortcuts).axes
     placed = sorted((*t.get_position(), t.get_text(), t.get_weight()) for t in axes.texts)
     names = [(x, text) for x, _, text, weight in placed if weight == "bold"]
     formulas = [(x, text) for x, _, text, _ in placed if text.startswith("y = ")]
     assert [name for _, name in names] == list(SHORTCUTS)
+    assert [x for x, _ in formulas] == [x for x, _ in names]
     assert [t for _, t in formulas] == [
         "y = x + F(x)",
         "y = 0.5 x + F(x)",
@@ -394,8 +264,3 @@ def test_shortcuts_are_drawn_with_their_formulas(draw):
         "y = W x + F(x)",
         "y = dropout(x) + F(x)",
     ]
-    assert [x for x, _ in formulas] == [x for x, _ in names]
-    # Two products of the exclusive gate, one of the other gate.
-    counts = [shown.count(text) for text in ("$\\times$", "sigmoid", "+")]
-    assert counts == [3, 2, len(SHORTCUTS)]
-    assert_laid_out(figure, axes.texts)

@@ -4,12 +4,10 @@ import dataclasses
 import errno
 import io
 import os
-import random
 import re
 import resource
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -153,13 +151,11 @@ def test_options_reach_optimizer_batches_stages_and_convolutions(tmp_path):
 def test_every_step_of_every_process_has_a_seed(tmp_path):
     seeds = {training.step_seed(3, step, rank) for step in range(1000) for rank in range(8)}
     assert len(seeds) == 8000
-    found = []
     for rank in (0, 1):
         run = TrainingRun(small(), tmp_path, Processes(rank, 0, 1))
-        for _ in range(2):
+        for step in (0, 1):
             run.one_step()
-            found.append(torch.initial_seed())
-    assert found == [training.step_seed(0, step, rank) for rank in (0, 1) for step in (0, 1)]
+            assert torch.initial_seed() == training.step_seed(0, step, rank)
 
 
 def test_evaluation_uses_all_images_and_running_statistics(tmp_path):
@@ -245,37 +241,6 @@ def test_a_run_that_diverges_has_a_report(undrawn, tmp_path, capsys):
     assert "nothing to plot" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.slow
-def test_a_run_killed_five_times_at_random_moments_continues_bit_for_bit(tmp_path):
-    """SIGKILL may come during a write."""
-    arguments = [*ARGUMENTS, "--device", "cpu", "--checkpoint-every", "1", "--epochs", "20"]
-
-    def start(out):
-        command = [sys.executable, "-m", "preact_kernels.study", "train", *arguments]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen([*command, "--out", str(tmp_path / out)], **quiet)
-
-    assert start("unbroken").wait() == 0
-    path = tmp_path / "broken" / "checkpoint.pt"
-    draws = random.Random(0)
-    for _ in range(5):
-        before = path.stat().st_mtime_ns if path.exists() else 0
-        process = start("broken")
-        while not path.exists() or path.stat().st_mtime_ns == before:
-            assert process.poll() is None, "ended before it was killed"
-            time.sleep(0.001)
-        time.sleep(draws.uniform(0, 0.2))
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    assert start("broken").wait() == 0
-    for name in ("losses.csv", "signal.csv"):
-        same = [(tmp_path / out / name).read_bytes() for out in ("broken", "unbroken")]
-        assert same[0] == same[1]
-    weights = checkpoints.load(tmp_path / "unbroken" / "checkpoint.pt")["network"]
-    for name, value in checkpoints.load(path)["network"].items():
-        assert torch.equal(value, weights[name]), name
-
-
 def test_a_signal_stops_a_run_with_a_checkpoint(monkeypatch, tmp_path):
     one_step = TrainingRun.one_step
 
@@ -295,15 +260,6 @@ def test_memory_mode_and_plain_may_change_when_a_run_continues(monkeypatch, tmp_
     killed_at(monkeypatch, 2, tmp_path, **options)
     killed_at(monkeypatch, 4, tmp_path, memory="rebuild", **options)
     assert len(trained(tmp_path, fused=False, **options).history.losses) == 6
-
-
-@pytest.mark.slow
-def test_synchronised_batch_norms_that_run_plain_need_a_gpu(tmp_path):
-    arguments = ["train", *ARGUMENTS, "--device", "cpu", "--placement", "original"]
-    arguments += ["--sync-batch-norm", "--out", str(tmp_path / "out")]
-    process = torchrun(2, ["preact_kernels.study", *arguments])
-    assert process.returncode != 0
-    assert "sync_batch_norm: expected a GPU, or a network whose batch" in process.stderr
 
 
 @pytest.mark.slow
@@ -363,14 +319,12 @@ STATE = "expected the state of such a run, got another"
         (damaged, r"checkpoint\.pt: expected a checkpoint.*is damaged"),
         (changed(format=None), "with format 'preact_kernels.study checkpoint', got None"),
         (changed(version=0), "of version 1, got 0"),
-        (changed(config="depth 8"), "expected a run with options, got 'depth 8'"),
         (
             changed(config=dataclasses.asdict(small(epochs=1, depth=14, lr=0.05))),
             r"with depth 14 in place of 8, lr 0\.05 in place of 0\.1;",
         ),
         (changed(images="c"), r"on digits \(300 images, checksum \w{8}\), got one on c$"),
         (changed(step=1), f"{STATE}: 6 losses of 1 steps"),
-        (changed(history={}), STATE),
         (changed(network={}), STATE),
     ],
 )
@@ -404,24 +358,21 @@ def test_a_full_disk_loses_no_checkpoint(finished, tmp_path):
 # Wrong input
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "/nowhere"], "data: expected a directory with CIFAR files, found none at"),
-        (["--batch", "5000"], r"batch: expected 1 to 300 \(digits\), got 5000"),
-        (["--lr", "nan"], "lr: expected a finite number, got nan"),
-        (["--lr", "-1"], "lr: expected a positive number, got -1.0"),
-        (["--epochs", "0"], "epochs: expected at least 1, got 0"),
-        (["--memory-budget", "lots"], "memory_budget: expected bytes such as 300MiB, got 'lots'"),
-        (["--memory-budget", "1"], "memory_budget: model: it is converted, but runs no residual"),
-        (["--device", "gpu"], "device: expected one such as 'cpu'"),
-        (["--resume"], "resume: expected .*checkpoint.pt, found none"),
-    ],
-)
-def test_wrong_options_are_named(arguments, message, tmp_path):
-    with pytest.raises(SystemExit, match=f"study: .*{message}"):
-        main(["train", *ARGUMENTS, "--out", str(tmp_path / "out"), *arguments])
-    assert not (tmp_path / "out").exists()
+def test_wrong_options_are_named(tmp_path):
+    for arguments, message in (
+        ("--data /nowhere", "data: expected a directory with CIFAR files, found none at"),
+        ("--batch 5000", r"batch: expected 1 to 300 \(digits\), got 5000"),
+        ("--lr nan", "lr: expected a finite number, got nan"),
+        ("--lr -1", "lr: expected a positive number, got -1.0"),
+        ("--epochs 0", "epochs: expected at least 1, got 0"),
+        ("--memory-budget lots", "memory_budget: expected bytes such as 300MiB, got 'lots'"),
+        ("--memory-budget 1", "memory_budget: model: it is converted, but runs no residual"),
+        ("--device gpu", "device: expected one such as 'cpu'"),
+        ("--resume", "resume: expected .*checkpoint.pt, found none"),
+    ):
+        with pytest.raises(SystemExit, match=f"study: .*{message}"):
+            main(["train", *ARGUMENTS, "--out", str(tmp_path / "out"), *arguments.split()])
+        assert not (tmp_path / "out").exists()
 
 
 def test_unknown_variants_and_wrong_types_are_named(capsys):
