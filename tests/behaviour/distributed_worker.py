@@ -1,12 +1,11 @@
-"""One process of test_distributed.py: saves what each job finds in a file by job and rank.
+"""One process of test_distributed.py: saves what each job finds.
 
-The truth is computed by the same functions, in one process that has the images of all.
+The truth is computed by the same functions, in one process with all images.
 """
 
 import contextlib
 import datetime
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -342,21 +341,20 @@ class Messages(TorchDispatchMode):
 
 
 def count_messages() -> dict:
-    """By model and memory mode: messages of a forward, those of its backward, and batch norms.
+    """Names of the messages of a forward and of its backward, and the number of batch norms.
 
-    "first stage" is one on its own, whose input wants no gradient.
+    Returns:
+        By model and memory mode. "first stage" is a stage alone, whose input wants no gradient.
     """
     found = {}
     ((images, _), *_), *_ = on_device(batches(0))
-    for name, memory in itertools.product(NETWORKS, MEMORY_MODES):
-        model = network(0, memory) if name == "stages" else NETWORKS[name](0)
-        if name not in ("stages", "units"):
-            pk.convert(model, memory=memory)
-        nn.SyncBatchNorm.convert_sync_batchnorm(model.to(device()))
-        found[name, memory] = messages(model, images)
-        if isinstance(model, PreActResNet):
-            x = model.stem(images).detach()
-            found["first stage", memory] = messages(model.stages[0], x)
+    for memory in MEMORY_MODES:
+        stages, dense = network(0, memory), pk.convert(dense_network(0), memory=memory)
+        for model in (stages, dense):
+            nn.SyncBatchNorm.convert_sync_batchnorm(model.to(device()))
+        found["stages", memory] = messages(stages, images)
+        found["first stage", memory] = messages(stages.stages[0], stages.stem(images).detach())
+        found["dense", memory] = messages(dense, images)
     return found
 
 
@@ -403,7 +401,7 @@ def mixed_batch(seed: int, processes: int) -> list[Batch]:
 
 
 def synchronise_one_value() -> tuple[Tensor, Tensor, Tensor]:
-    """Output, gradient of the input and running variance, where the first process has one value."""
+    """Output, gradient of the input and running variance, if the first process has one value."""
     unit = nn.SyncBatchNorm.convert_sync_batchnorm(one_value_unit().to(device()))
     x = one_value_batch()[share_of((1, 3))].to(device()).requires_grad_()
     y = unit(x)
@@ -445,6 +443,6 @@ def main(rank: int, processes: int, backend: str, folder: Path) -> None:
         rank=rank,
         world_size=processes,
     )
-    for job in JOBS if processes == 2 else ["train"]:
-        torch.save(JOBS[job](), folder / f"{job}-{rank}.pt")
+    jobs = JOBS if (processes, backend) == (2, "auto") else ["train"]
+    torch.save({job: JOBS[job]() for job in jobs}, folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -1,25 +1,16 @@
 """Several processes, in DDP and FSDP2, equal one with the joined batch.
 
-Batch norms are `SyncBatchNorm`. Jobs run over NCCL where each process has a GPU of its own, and
-over gloo on the CPU elsewhere; `distributed_worker.py` has them.
-
-A process without images takes part with an empty batch: the cases "none".
+Batch norms are `SyncBatchNorm`. Processes communicate over NCCL if each has a GPU of its own, else
+over gloo on the CPU; `distributed_worker.py` has what they do. A process without images takes part
+with an empty batch: the cases "none".
 """
 
 import functools
-import itertools
 import multiprocessing
-import os
-from typing import NamedTuple
 
 import pytest
 import torch
-from filelock import FileLock
-from torch.multiprocessing import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing import start_processes
 
 from tests.behaviour import distributed_worker as worker
 from tests.oracle import (
@@ -36,45 +27,14 @@ from tests.oracle import (
 pytestmark = pytest.mark.not_under_sanitizer
 
 
-class Run(NamedTuple):
-    """Processes that do the jobs of several tests: most of their time is for starting."""
-
-    processes: int = 2
-    backend: str = "auto"
-
-
-@pytest.fixture(scope="module")
-def results_of(tmp_path_factory):
-    """A function of a run and a job: what each process found, by rank."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # which the processes of pytest-xdist share
-
-    def results(job, run=Run()):  # noqa: B008
-        folder = root / f"distributed-{run.processes}-{run.backend}"
-        errors = folder / "errors.txt"
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                folder.mkdir()
-                errors.write_text(errors_of(run, folder))
-        files = [folder / f"{job}-{rank}.pt" for rank in range(run.processes)]
-        is_finished = all(file.exists() for file in files)
-        assert is_finished, f"{job} did not finish: {errors.read_text()}"
-        return [torch.load(file) for file in files]
-
-    return results
-
-
-def errors_of(run: Run, folder) -> str:
-    """Does the jobs of a run, which write to `folder`; returns the traceback of a failure."""
+def results_of(processes, backend, folder):
+    """What each process found, by job."""
     # A process that has called a GPU cannot be forked. On a CPU, the modules are imported once.
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     multiprocessing.set_forkserver_preload([worker.__name__])
-    try:
-        start_processes(worker.main, (*run, folder), nprocs=run.processes, start_method=method)
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        return str(error)
-    return ""
+    arguments = processes, backend, folder
+    start_processes(worker.main, arguments, nprocs=processes, start_method=method)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(processes)]
 
 
 def train_alone(
@@ -114,15 +74,36 @@ def truth_and_errors(network, accumulates):
     return truth, errors_in_any_order(truth, run)
 
 
-RUNS = [Run(), *(pytest.param(r, marks=pytest.mark.slow) for r in (Run(3), Run(2, "reference")))]
+@pytest.mark.parametrize(
+    ("processes", "backend"),
+    [
+        pytest.param(3, "auto", marks=pytest.mark.slow),
+        pytest.param(2, "reference", marks=pytest.mark.slow),
+    ],
+)
+def test_training_in_more_processes_and_on_another_backend(processes, backend, tmp_path):
+    check_training([found["train"] for found in results_of(processes, backend, tmp_path)])
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run)))
-def test_training_in_processes_equals_training_on_the_joined_batch(run, results_of):
+def test_processes_equal_one_with_the_joined_batch(tmp_path):
+    """One test: most of the time is for starting the processes."""
+    found = results_of(2, "auto", tmp_path)
+    jobs = {job: [of_rank[job] for of_rank in found] for job in found[0]}
+    check_training(jobs["train"])
+    for nodes_and_results in jobs["train"]:
+        check_nodes({case: nodes for case, (nodes, _) in nodes_and_results.items()})
+    for messages in jobs["messages"]:
+        check_messages(messages)
+    check_mixed_precision(jobs["mixed"])
+    check_one_value(jobs["one value"])
+
+
+def check_training(found):
+    """Logits, gradients and parameters keep the budget."""
     wrong = []
-    for found in results_of("train", run):
-        assert list(found) == list(map(tuple, worker.CASES))
-        for case, (_, results) in zip(worker.CASES, found.values(), strict=True):
+    for of_rank in found:
+        assert list(of_rank) == list(map(tuple, worker.CASES))
+        for case, (_, results) in zip(worker.CASES, of_rank.values(), strict=True):
             truth, errors = truth_and_errors(case.model, case.accumulates)
             try:
                 assert_within_budget(results, truth, errors)
@@ -131,13 +112,14 @@ def test_training_in_processes_equals_training_on_the_joined_batch(run, results_
     assert not wrong, "\n".join(wrong)
 
 
-def test_wrapped_models_run_as_few_nodes(results_of):
+def check_nodes(found):
+    """Wrapped models run as few autograd nodes."""
     blocks = {"stages": 6, "residual": 5}
-    for case, (nodes, _) in itertools.chain(*(found.items() for found in results_of("train"))):
-        model, wrapper, *_ = case
+    for case, nodes in found.items():
+        model, wrapper, _, batch = case
         expected = {"PreActStage": 2, "NormAct": 1}
         if model == "units":
-            has_images = case[3] != "none" or nodes["NormActConv"] == 2
+            has_images = batch != "none" or nodes["NormActConv"] == 2
             expected = {"NormActConv": 2 if has_images else 1, "NormAct": 1}
         elif model == "dense":
             expected = {"PreActStage": 3, "NormActConv": 2, "NormAct": 1}
@@ -148,19 +130,18 @@ def test_wrapped_models_run_as_few_nodes(results_of):
         assert nodes == expected, case
 
 
-def test_a_batch_norm_sends_one_message_forward_and_one_backward_in_every_memory_mode(results_of):
-    norms = {"stages": 15, "first stage": 6, "residual": 16, "dense": 9, "units": 2}
-    for found in results_of("messages"):
-        assert set(found) == set(itertools.product(norms, worker.MEMORY_MODES))
-        for (name, _), (forward, backward, count) in found.items():
-            assert count == norms[name]
-            assert forward == ["c10d::allgather_"] * count
-            # The sums of the first batch norm make the gradient of its input alone.
-            needed = count - (name == "first stage")
-            assert backward == ["c10d::allreduce_"] * needed, name
+def check_messages(found):
+    """A batch norm sends one message forward and one backward in every memory mode."""
+    for name, (forward, backward, norms) in found.items():
+        assert forward == ["c10d::allgather_"] * norms, name
+        # The sums of the first batch norm make only the gradient of the input, which is not wanted.
+        needed = norms - (name[0] == "first stage")
+        assert backward == ["c10d::allreduce_"] * needed, name
 
 
-def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_the_joined_batch_in_bfloat16(results_of):
+def check_mixed_precision(found):
+    """FSDP2 in mixed precision is as close to float64 as the joined batch in bfloat16."""
+
     def step(seed, **order):
         ((images, labels),) = worker.mixed_batch(seed, 2)
         model = worker.mixed_network(seed).bfloat16()
@@ -172,12 +153,13 @@ def test_fsdp_in_mixed_precision_is_as_close_to_float64_as_the_joined_batch_in_b
     parameters = {name for name, _ in worker.mixed_network(0).named_parameters()}
     truth = {n: t for n, t in steps(torch.float64).items() if n not in parameters}
     errors = errors_in_any_order(truth, steps)
-    for found in map(stacked, results_of("mixed")):
-        assert_within_budget({n: found[n] for n in truth}, truth, errors)
+    for of_rank in map(stacked, found):
+        assert_within_budget({n: of_rank[n] for n in truth}, truth, errors)
 
 
-def test_one_process_may_have_one_value_a_channel(results_of):
-    outputs, gradients, variances = zip(*results_of("one value"), strict=True)
+def check_one_value(found):
+    """One of the processes may have one value a channel."""
+    outputs, gradients, variances = zip(*found, strict=True)
     unit, x = plain_copy(worker.one_value_unit()), worker.one_value_batch().requires_grad_()
     y = unit(x)
     y.square().sum().backward()
