@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "preact_kernels"
 # Higher layers may import lower ones. Modules outside the layers may import all of them.
 LAYERS = {"torch_compat": -1, "kernels": 0, "ops": 1, "modules": 2, "models": 3}
-# By backends, and none themselves.
+# Modules that several backends import.
 SHARED = ("contract", "dropout", "layout", "native", "pytorch_conv", "running_stats")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -69,5 +69,5 @@ def test_benchmarks_import_no_tests_and_what_both_use_imports_neither():
     assert not found
 
 
-def test_no_file_is_named_for_nothing():
+def test_no_file_has_a_name_that_says_nothing():
     assert not [p for p in FILES if p.stem in ("utils", "helpers", "common", "misc")]

@@ -15,8 +15,7 @@ import torch
 from preact_kernels.ops.schema import SCHEMAS
 
 PACKAGE = Path(importlib.util.find_spec("preact_kernels").origin).parent
-# A library may lack these: its convolutions have one padding and no dilation or groups, and PyTorch
-# can update running statistics.
+# A library may lack these.
 OPTIONAL_ARGUMENTS = {"padding", "dilation", "groups"}
 OPTIONAL_OPS = {"running_stats_update"}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -34,7 +33,7 @@ def schemas_of(library):
     return {name: str(op.default._schema).partition("(")[2] for name, op in found.items()}
 
 
-# In a process of its own: testbed/cuda_on_host registers ops of the same names.
+# For another process: testbed/cuda_on_host registers ops of the same names.
 OF_CUDA = """
 import json
 from tests.behaviour.test_libraries import schemas_of
@@ -75,12 +74,3 @@ def test_a_library_loads_and_has_the_ops_above_it_with_their_schemas(library):
         lacking = [a for a in expected if a not in found]
         assert {argument for _, argument in lacking} <= OPTIONAL_ARGUMENTS, name
         assert found == [a for a in expected if a not in lacking], name
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_names_no_folder_of_its_build(library):
-    file = PACKAGE / f"_{library}.so"
-    if not file.exists():
-        pytest.skip(f"no {file.name}")
-    for folder in (Path(__file__).parents[2], Path(torch.__file__).parents[1]):
-        assert os.fsencode(folder) not in file.read_bytes()

@@ -42,37 +42,33 @@ def test_the_readme_quotes_the_range_that_is_tested_and_developed_with(name):
         assert f'pip install "torch>={OLDEST}"' in README
 
 
-def run(arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *arguments],
+def failure_of_build(folder):
+    """What building prints if a folder comes first in the path of modules."""
+    process = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build", "--build-base", folder],
         cwd=ROOT,
-        env={**os.environ, "PREACT_KERNELS_NATIVE": "0", **environment},
+        env={**os.environ, "PREACT_KERNELS_NATIVE": "0", "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         check=False,
     )
+    assert process.returncode == 1
+    return process.stderr
 
 
-def test_building_beside_an_older_torch_is_an_error_in_one_line(tmp_path):
+def test_building_with_an_older_torch_or_setuptools_is_an_error_in_one_line(tmp_path):
     metadata = tmp_path / "torch-2.10.1.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1\n")
-    process = run(["setup.py", "-q", "build", "--build-base", tmp_path], PYTHONPATH=str(tmp_path))
-    assert process.stderr == (
+    assert failure_of_build(tmp_path) == (
         f"preact_kernels needs torch {OLDEST} or later, found torch 2.10.1: "
         f"pip install 'torch>={OLDEST}'\n"
     )
-    assert process.returncode == 1
-
-
-def test_building_with_an_older_setuptools_is_an_error_in_one_line(tmp_path):
     (tmp_path / "setuptools.py").write_text("__version__ = '65.5.0'\nExtension = setup = None\n")
-    process = run(["setup.py", "-q", "build"], PYTHONPATH=str(tmp_path))
-    assert process.stderr == (
+    assert failure_of_build(tmp_path) == (
         "preact_kernels needs setuptools 77 or later, found setuptools 65.5.0: "
         "pip install 'setuptools>=77'\n"
     )
-    assert process.returncode == 1
 
 
 def test_a_release_needs_the_tag_of_its_version_and_a_date_in_the_changelog(tmp_path):

@@ -10,16 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from tests.cases import random_block
 from tests.convert.random_model_parts import GroupNorm
-from tests.oracle import plain_copy
 
 pytestmark = pytest.mark.backends("cpu")
 
 WRITES = {
     "nothing": lambda h: h,
     "mul_": lambda h: h.mul_(pattern(h) + 0.5),
-    "imul": lambda h: h.__imul__(1.5),
     "clamp_": lambda h: h.clamp_(-0.4, 0.4),
     "masked_fill_": lambda h: h.masked_fill_(pattern(h) > 0.5, 0.3),
     "slice": lambda h: h[:, 1:].fill_(0.5),
@@ -56,21 +53,17 @@ def pattern(h):
 
 
 class Observed(NamedTuple):
-    """Whether a result was a view, and what a step gave or raised."""
+    """The outcome of a step."""
 
-    is_view: bool | None
+    is_view: bool | None  # whether the result that was changed was a view
     error: str
     tensors: list[Tensor | None]
 
 
 def observed(forward, x, write, is_cloned=False) -> Observed:
-    """Runs a step in which `write` changes a result of `forward(x, write)` in place.
+    """Runs a step of `forward(x, changed)`, which applies `changed` to a result.
 
-    Args:
-        forward: takes the input and a function, which it applies to a result.
-        x: the input.
-        write: changes a tensor in place.
-        is_cloned: whether it changes a copy.
+    `changed` writes to its argument, or to a copy if `is_cloned`.
     """
     found: list[bool] = []
 
@@ -82,26 +75,24 @@ def observed(forward, x, write, is_cloned=False) -> Observed:
 
     x = x.detach().requires_grad_()
     torch.manual_seed(1)
-    where = "forward"
-    tensors: list[Tensor | None] = []
+    where, tensors = "forward", []
     try:
         y = forward(x, changed)
         tensors, where = [y], "backward"
         if y.requires_grad:
             (y * pattern(y)).sum().backward()
         tensors.append(x.grad)
+        where = ""
     except RuntimeError as error:
         where = f"{where}: {type(error).__name__}"
-    else:
-        where = ""
     return Observed(found[0] if found else None, where, tensors)
 
 
 def assert_alike(plain, fused, x, write, name):
     """Asserts that a step gives what it gives in plain PyTorch.
 
-    Where that raises in a backward, because a write changed what was saved, the fused step raises
-    too, or gives what a write to a copy gives.
+    If the plain backward raises, because a write changed what was saved, the fused one raises too,
+    or gives what a write to a copy gives.
     """
     expected = observed(plain, x, write)
     found = observed(fused, x, write)
@@ -113,7 +104,7 @@ def assert_alike(plain, fused, x, write, name):
     assert found.error == expected.error, name
     for index, (a, b) in enumerate(zip(found.tensors, expected.tensors, strict=True)):
         assert (a is None) == (b is None), (name, index)
-        if a is not None and b is not None:
+        if a is not None:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12, msg=f"{name}, tensor {index}")
 
 
@@ -229,7 +220,6 @@ def functions(dims, channels_last):
     return found
 
 
-@pytest.mark.backends("cpu", "reference")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_writes_to_results_of_functions(layout, backend):
     dims, channels_last = LAYOUTS[layout]
@@ -238,18 +228,3 @@ def test_writes_to_results_of_functions(layout, backend):
         plain, fused = (lambda x, changed, f=f: changed(f(x * 1.5)) for f in pair)
         for write_name, write in WRITES.items():
             assert_alike(plain, fused, x, write, f"{name}, {write_name}")
-
-
-@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
-@pytest.mark.parametrize("layout", ["2d", "2d, last"])
-def test_writes_to_results_of_a_stage(layout, memory, backend):
-    stage = pk.PreActStage([random_block("basic", 4, 4) for _ in range(2)], memory).double()
-    plain = plain_copy(stage)
-    x = images(*LAYOUTS[layout])
-    steps = [lambda x, changed, m=m: changed(m(x * 1.5)) for m in (plain, stage)]
-    for name, write in WRITES.items():
-        if memory == "rebuild" and layout == "2d, last" and "nothing" not in name != "detach_":
-            # It saves its result, and changes it back to the input.
-            assert observed(steps[1], x, write).error == "backward: RuntimeError", name
-        else:
-            assert_alike(*steps, x, write, name)
