@@ -132,7 +132,7 @@ SEEDS = {"stages": 1, "residual": 0, "dense": 0, "units": 0}
 
 
 def batches(seed: int, images: int = IMAGES, size: int = 6) -> list[list[Batch]]:
-    """For every step of the optimizer two batches, of which most cases use the first."""
+    """Two batches for every step of the optimizer; most cases use only the first."""
     generator = torch.Generator().manual_seed(seed)
 
     def batch() -> Batch:
@@ -143,7 +143,7 @@ def batches(seed: int, images: int = IMAGES, size: int = 6) -> list[list[Batch]]
 
 
 class Processes(NamedTuple):
-    """What `train` must know of the others."""
+    """The other processes, as far as `train` needs them."""
 
     count: int = 1
     share: slice = slice(None)  # of a batch
@@ -187,7 +187,7 @@ def train(
 
 
 def whole(t: Tensor) -> Tensor:
-    """The tensor of which each process has a shard."""
+    """The whole tensor, if each process has a shard."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
@@ -308,7 +308,7 @@ def train_case(case: Case) -> tuple[dict[str, int], dict[str, Tensor]]:
 
 
 def fused_nodes(y: Tensor) -> dict[str, int]:
-    """How many autograd nodes of this package led to `y`, by name."""
+    """Counts the autograd nodes of this package that led to `y`, by name."""
     nodes, seen = [y.grad_fn], set()
     while nodes:
         node = nodes.pop()

@@ -33,7 +33,7 @@ def bottlenecks(memory: str) -> nn.Module:
     return pk.PreActStage([random_block("bottleneck", *size) for size in sizes], memory)
 
 
-# Of 64 channels in and out; the CPU library serves all of their units.
+# Inputs and outputs have 64 channels. The CPU library serves all units.
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "bn_relu": lambda: pk.BNReLU2d(64),
     "bn_relu_conv2d": lambda: pk.BNReLUConv2d(64, 64, 3, padding=1),
@@ -71,9 +71,9 @@ class Step(NamedTuple):
         return {name: b.clone() for name, b in self.module.named_buffers()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the parameters, as far as there are any."""
-        found = {name: p.grad for name, p in self.module.named_parameters()}
-        return {name: g for name, g in found.items() if g is not None}
+        """Gradients of the parameters that have one."""
+        parameters = self.module.named_parameters()
+        return {name: p.grad for name, p in parameters if p.grad is not None}
 
 
 class Attempt(NamedTuple):

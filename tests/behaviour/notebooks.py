@@ -1,7 +1,6 @@
 """Executes notebooks. `make notebook` runs this module to refresh the outputs in examples/."""
 
 import hashlib
-import os
 import re
 from pathlib import Path
 
@@ -35,8 +34,8 @@ def set_parameters(notebook, **values):
             raise ValueError(f"expected one assignment of {name}, got:\n{cell.source}")
 
 
-def execute(notebook, **environment):
-    """Executes all cells in a process of its own, which keeps their outputs; raises on an error."""
+def execute(notebook):
+    """Executes all cells in another process and keeps their outputs; raises on an error."""
     client = nbclient.NotebookClient(
         notebook,
         config=Config({"KernelManager": {"transport": "ipc"}}),  # opens no port
@@ -45,7 +44,7 @@ def execute(notebook, **environment):
         resources={"metadata": {"path": str(ROOT)}},
         timeout=None,
     )
-    client.execute(env={**os.environ, **environment})
+    client.execute()
 
 
 def main():

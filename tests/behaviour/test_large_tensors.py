@@ -53,7 +53,7 @@ class PlainAdd(nn.Module):
 
 
 def narrowing_stage(memory: str) -> nn.Module:
-    """A stage of which the input alone is large."""
+    """Only the input of this stage is large."""
     return pk.PreActStage([random_block("basic", 128, 16), random_block("basic", 16, 16)], memory)
 
 
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
     module: Callable[[], nn.Module]
     channels: int  # of its input
-    tensors: float  # as large as its input, held at a time
+    tensors: float  # held at a time, in sizes of the input
     memory_format: torch.memory_format = torch.channels_last
     wants_dx: bool = True
     wants_backward: bool = True
@@ -110,13 +110,13 @@ def repeated(small: Tensor, copies: int) -> Tensor:
 
 
 def parts(large: Tensor, copies: int) -> tuple[Tensor, Tensor]:
-    """The copies of all images but the last, and those of the last."""
+    """The copies of all images but the last, and the copies of the last."""
     first, last = large.split((copies * (IMAGES - 1), copies))
     return first.unflatten(0, (copies, IMAGES - 1)), last
 
 
 def single(large: Tensor, copies: int) -> Tensor:
-    """The small batch, of which `large` has equal copies."""
+    """The small batch; asserts that its copies in `large` are equal."""
     groups, last = parts(large, copies)
     for of_image in (groups, last):
         differing = [i for i, t in enumerate(of_image) if not same_bits(t, of_image[0])]
@@ -138,7 +138,7 @@ class Loss(torch.autograd.Function):
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor | None, case: Case) -> Results:
-    """What `evaluate` returns for the small batch, of a step of the large one."""
+    """The results of `evaluate` for the small batch, from a step of the large one."""
     module, copies = copy.deepcopy(module), copies_of(case.channels)
     large = repeated(x, copies).requires_grad_(case.wants_dx)
     assert large[:-copies].numel() > 2**31

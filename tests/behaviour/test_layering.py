@@ -13,17 +13,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def layer(parts):
-    """The layer of a module of this package, given the names behind `preact_kernels`."""
+    """The layer of a module, given its names after `preact_kernels`."""
     return LAYERS.get(parts[0], len(LAYERS)) if parts else len(LAYERS) + 1
 
 
 def names_of(path):
-    """The names of a file behind the package's."""
+    """The names of the module of a file after `preact_kernels`."""
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
 def imports(path, folder="preact_kernels"):
-    """Modules in a top-level folder that a file imports, as names behind the folder's."""
+    """Modules of a top-level folder that a file imports, as names after the name of the folder."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -147,7 +147,7 @@ def output_and_gradients_for_each(module, x):
     return {"y": y.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-# No more than a block: in bfloat16, rounding decides many signs behind several.
+# One block at most: after several, rounding to bfloat16 decides many signs.
 MIXED = {
     **{n: EVERY_MODULE[n] for n in ("bn_relu", "bn_relu_conv", "norm_act_conv", "basic_block")},
     "float32_stream": lambda: pk.PreActStage(
@@ -222,20 +222,16 @@ FUNCTIONS = {
 @pytest.mark.parametrize("running_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 def test_functions_under_transforms_take_float32_parameters_beside_bfloat16(running_dtype):
     """Without running statistics in training mode, else in evaluation mode."""
-    fused, _, shapes = FUNCTIONS["bn_relu_conv2d"]
-    x, *parameters = images().bfloat16(), *map(torch.randn, shapes)
-    options = {"training": running_dtype is None}
+    x, weight, bias = images().bfloat16(), torch.randn(10), torch.randn(10)
+    conv_weight, options = torch.randn(6, 10, 3, 3), {"training": True}
     if running_dtype:
-        running = torch.zeros(10, dtype=running_dtype), torch.ones(10, dtype=running_dtype)
-        options |= dict(zip(("running_mean", "running_var"), running, strict=True))
-    call = lambda x: fused(x, *parameters, **options)  # noqa: E731
+        zeros = torch.zeros(10, dtype=running_dtype)
+        options = {"running_mean": zeros, "running_var": zeros + 1, "training": False}
+    call = lambda x: pk.bn_relu_conv2d(x, conv_weight, weight, bias, **options)  # noqa: E731
     expected = call(x)
     y, tangent = torch.func.jvp(call, (x,), (x,))
-    for found in (
-        y,
-        torch.func.vmap(call)(x[None])[0],
-        torch.func.grad_and_value(lambda x: (call(x).sum(), call(x)), has_aux=True)(x)[1][1],
-    ):
+    _, (_, of_grad) = torch.func.grad_and_value(lambda x: (call(x).sum(), call(x)), has_aux=True)(x)
+    for found in (y, of_grad, torch.func.vmap(call)(x[None])[0]):
         torch.testing.assert_close(found, expected)
     assert tangent.dtype == expected.dtype
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from tests.cases import plain_norm_act, plain_norm_act_conv
 from tests.convert.random_model_parts import GroupNorm
 
 pytestmark = pytest.mark.backends("cpu")
@@ -166,65 +167,31 @@ def test_writes_in_and_behind_a_converted_model(kind, layout, norm, memory, is_i
         assert_alike(partial(step, net), partial(step, fused), x, write, name)
 
 
-def functions(dims, channels_last):
-    """Pairs of plain and fused functions of an image, by name."""
-    weight, bias = torch.rand(4).double(), torch.randn(4).double()
-    conv_weight = torch.randn(4, 4, *[3] * dims).double()
-    if channels_last:
-        conv_weight = conv_weight.contiguous(memory_format=FORMATS[dims + 2])
-    conv = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
-    given = {"conv_weight": conv_weight, "padding": 1}
-
-    def batch(x):
-        return F.silu(F.batch_norm(x, None, None, weight, bias, True))
-
-    def group(x):
-        return F.silu(F.group_norm(x, 2, weight, bias))
-
-    def convolved(h):
-        y = conv(h, conv_weight, padding=1)
-        # PyTorch's convolution of volumes in float64 changes the memory format.
-        return y.contiguous(memory_format=FORMATS[dims + 2]) if channels_last else y
-
-    training = {"activation": "silu", "training": True}
-    found = {
-        "batch": (batch, lambda x: pk.batch_norm_act(x, weight, bias, **training)),
-        "group": (group, lambda x: pk.group_norm_act(x, 2, weight, bias, activation="silu")),
-        "batch, conv": (
-            lambda x: convolved(batch(x)),
-            lambda x: pk.batch_norm_act_conv(x, weight, bias, **training, **given),
-        ),
-        "batch, conv, residual": (
-            lambda x: x + convolved(batch(x)),
-            lambda x: pk.batch_norm_act_conv(x, weight, bias, **training, **given, residual=x),
-        ),
-        "group, conv, residual": (
-            lambda x: x + convolved(group(x)),
-            lambda x: pk.group_norm_act_conv(
-                x, 2, weight, bias, **given, activation="silu", residual=x
-            ),
-        ),
-    }
-    if dims == 2:
-
-        def relu(x):
-            return F.relu(F.batch_norm(x, None, None, weight, bias, True))
-
-        found |= {
-            "bn_relu": (relu, lambda x: pk.bn_relu(x, weight, bias, training=True)),
-            "bn_relu_conv2d": (
-                lambda x: convolved(relu(x)),
-                lambda x: pk.bn_relu_conv2d(x, conv_weight, weight, bias, padding=1, training=True),
-            ),
-        }
-    return found
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_writes_to_results_of_functions(layout, backend):
+@pytest.mark.parametrize("is_group", [False, True], ids=["batch", "group"])
+@pytest.mark.parametrize("kind", ["act", "conv", "residual"])
+def test_writes_to_results_of_functions(kind, is_group, layout, backend):
     dims, channels_last = LAYOUTS[layout]
     x = images(dims, channels_last)
-    for name, pair in functions(dims, channels_last).items():
-        plain, fused = (lambda x, changed, f=f: changed(f(x * 1.5)) for f in pair)
-        for write_name, write in WRITES.items():
-            assert_alike(plain, fused, x, write, f"{name}, {write_name}")
+    options = {"weight": torch.rand(4).double(), "bias": torch.randn(4).double()}
+    options |= {"num_groups": 2} if is_group else {"training": True}
+    plain, fused = plain_norm_act, pk.group_norm_act if is_group else pk.batch_norm_act
+    if kind != "act":
+        conv_weight = torch.randn(4, 4, *[3] * dims).double()
+        if channels_last:
+            conv_weight = conv_weight.contiguous(memory_format=FORMATS[x.dim()])
+        options |= {"conv_weight": conv_weight, "padding": 1}
+        plain = plain_norm_act_conv
+        fused = pk.group_norm_act_conv if is_group else pk.batch_norm_act_conv
+
+    def step(function, x, changed):
+        h = x * 1.5
+        residual = {"residual": h} if kind == "residual" else {}
+        y = function(h, activation="silu", **options, **residual)
+        if channels_last and function is plain_norm_act_conv:
+            # PyTorch's convolution of volumes in float64 changes the memory format.
+            y = y.contiguous(memory_format=FORMATS[x.dim()])
+        return changed(y)
+
+    for name, write in WRITES.items():
+        assert_alike(partial(step, plain), partial(step, fused), x, write, name)

@@ -14,9 +14,9 @@ import preact_kernels as pk
 ROOT = Path(__file__).parents[2]
 WHEEL = os.environ.get("PK_WHEEL")  # set by `make wheel`
 METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
-# Of torch, and of every Linux (the policies of manylinux).
+# Libraries of torch, and of every Linux (the policies of manylinux).
 LIBRARIES = r"lib(c10|torch|torch_cpu)\.so|lib(stdc\+\+|gcc_s|m|c|pthread|dl)\.so\.\d|ld-linux-.*"
-TORCH_SYMBOLS = r"(aoti_)?torch_\w+"  # of the LibTorch stable ABI
+TORCH_SYMBOLS = r"(aoti_)?torch_\w+"  # the LibTorch stable ABI
 
 needs_wheel = pytest.mark.skipif(not WHEEL, reason="`make wheel` runs it")
 
@@ -64,6 +64,6 @@ def test_a_library_has_no_executable_stack(library):
 
 def test_a_library_does_not_contain_the_paths_that_it_was_built_from(library):
     content = Path(library).read_bytes()
-    assert b"csrc/cpu/library.cpp" in content  # in its error messages
+    assert b"csrc/cpu/library.cpp" in content  # error messages have it
     for folder in (ROOT, Path(torch.__file__).parents[1]):
         assert str(folder).encode() not in content
