@@ -71,8 +71,6 @@ CASES = (
     Case("residual", "ddp_convert_inside", "checkpoint", "even"),  # inside the wrapper
     Case("residual", "ddp_convert_wrapper", "rebuild", "none"),
     Case("residual", "fsdp_convert_after", "store", "uneven"),
-    Case("units", "ddp", "store", "uneven"),
-    Case("units", "fsdp", "store", "none"),
     Case("dense", "ddp", "checkpoint", "none"),
     # Converted before and after FSDP2 wraps the blocks. Its last batch norm is not fused.
     Case("dense", "fsdp_blocks_convert_twice", "store", "even"),
@@ -108,27 +106,13 @@ def dense_network(seed: int) -> foreign.DenseNet:
     return randomised(foreign.DenseNet(10, 4))
 
 
-def unit_network(seed: int) -> nn.Sequential:
-    """Units of several norms and activations."""
-    torch.manual_seed(seed)
-    convs = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 12, 3, 2, bias=False)
-    units = [
-        pk.NormActConv(nn.BatchNorm2d(8), nn.SiLU(), convs[0]),
-        pk.NormActConv(nn.GroupNorm(4, 16), "gelu", convs[1]),
-        pk.NormAct(nn.BatchNorm2d(12), nn.Mish()),
-    ]
-    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, CLASSES)
-    return randomised(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *units, *head))
-
-
 NETWORKS: dict[str, Callable[[int], nn.Module]] = {
     "stages": network,
     "residual": residual_network,
     "dense": dense_network,
-    "units": unit_network,
 }
 # With these, no pre-activation is near zero: see `off_kinks` in oracle.py.
-SEEDS = {"stages": 1, "residual": 0, "dense": 0, "units": 0}
+SEEDS = {"stages": 1, "residual": 0, "dense": 0}
 
 
 def batches(seed: int, images: int = IMAGES, size: int = 6) -> list[list[Batch]]:
@@ -242,8 +226,6 @@ def wrapped(case: Case) -> tuple[nn.Module, Callable, Callable]:
         for stage in model.stages:
             stage.memory = case.memory
         parts = [b for stage in model.stages for b in stage]
-    elif case.model == "units":
-        pass  # are fused already
     elif "_convert_" not in case.wrapper or case.wrapper.endswith("_twice"):
         pk.convert(model, memory=case.memory)
     if case.wrapper.startswith("fsdp"):

@@ -156,7 +156,7 @@ MIXED = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("make", MIXED.values(), ids=MIXED)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("conv_dtype", [torch.bfloat16, torch.float32], ids=str)
