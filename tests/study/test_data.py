@@ -144,11 +144,11 @@ def test_an_epoch_has_each_image_once(digits):
 def test_processes_share_a_batch(digits):
     whole = data.Batches(digits, 12, seed=3)[5]
     parts = [data.Batches(digits, 12, seed=3, rank=r, world_size=3)[5] for r in range(3)]
-    for index in range(2):
-        assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
+    for found, expected in zip(zip(*parts, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat(found), expected)
 
 
-def test_batches_are_of_the_size_that_is_wanted(digits):
+def test_batches_have_the_sizes_that_are_given(digits):
     large, labels = data.Batches(digits, 4, seed=1, size=64)[0]
     assert large.shape == (4, 3, 64, 64)
     assert torch.equal(labels, data.Batches(digits, 4, seed=1)[0][1])

@@ -1,7 +1,6 @@
 """Plots and diagrams of the study: files, the data that is drawn, and what is left out."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,11 +204,6 @@ def test_a_plot_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_plots_set_no_backend():
-    folder = Path(plots.__file__).parent
-    assert not [path.name for path in folder.glob("*.py") if "pyplot" in path.read_text()]
-
-
 def test_wrong_boundaries_and_edges_are_named(tmp_path):
     path = tmp_path / "plot.png"
     for function, wrong in ((plots.plot_by_block, 1), (plots.plot_by_block_over_time, 4)):
@@ -219,44 +213,19 @@ def test_wrong_boundaries_and_edges_are_named(tmp_path):
         plots.plot_histograms({"a": {"s": ([1, 2], [0, 1])}}, path)
 
 
-def test_placements_are_drawn_in_the_order_of_their_layers(draw):
-    (axes,) = draw(diagrams.draw_placements).axes
-    shown = [(*text.get_position(), text.get_text()) for text in axes.texts]
-    assert [t for *_, t in sorted(shown) if t in PLACEMENTS] == list(PLACEMENTS)
-    width = axes.get_xlim()[1] / len(PLACEMENTS)
-    names = {"norm": "BN", "act": "ReLU"}
-    for i, (name, placement) in enumerate(PLACEMENTS.items()):
-        before, end, after = ([names[layer] for layer in part] for part in placement)
-        expected = [*before, "3x3 conv", "BN", "ReLU", "3x3 conv", *end, "+", *after]
-        column = [(y, t) for x, y, t in shown if x // width == i and t in expected]
-        assert [text for _, text in sorted(column)] == expected, name
-
-
-def test_fused_chains_are_what_the_converter_fuses():
-    chains = {name: diagrams.fused_chains(p) for name, p in PLACEMENTS.items()}
-    assert chains == {
-        "original": [range(1, 4)],
-        "bn-after-addition": [range(1, 4)],
-        "relu-before-addition": [range(1, 4), range(4, 6)],
-        "relu-only-preactivation": [range(2, 5)],
-        "full-preactivation": [range(0, 3), range(3, 6)],
-    }
-    adding = [name for name, p in PLACEMENTS.items() if diagrams.fuses_addition(p)]
-    assert adding == ["bn-after-addition", "full-preactivation"]
-
-
-def test_shortcuts_are_drawn_with_their_formulas(draw):
-    (axes,) = draw(diagrams.draw_shortcuts).axes
-    placed = sorted((*t.get_position(), t.get_text(), t.get_weight()) for t in axes.texts)
-    names = [(x, text) for x, _, text, weight in placed if weight == "bold"]
-    formulas = [(x, text) for x, _, text, _ in placed if text.startswith("y = ")]
-    assert [name for _, name in names] == list(SHORTCUTS)
-    assert [x for x, _ in formulas] == [x for x, _ in names]
-    assert [t for _, t in formulas] == [
+def test_diagrams_have_every_placement_and_shortcut(draw):
+    for function, names in (
+        (diagrams.draw_placements, PLACEMENTS),
+        (diagrams.draw_shortcuts, SHORTCUTS),
+    ):
+        (axes,) = draw(function).axes
+        titles = {t.get_text(): t.get_position()[0] for t in axes.texts if t.get_text() in names}
+        assert sorted(titles, key=titles.get) == list(names)
+    assert {
         "y = x + F(x)",
         "y = 0.5 x + F(x)",
         "y = (1 - g(x)) x + g(x) F(x)",
         "y = (1 - g(x)) x + F(x)",
         "y = W x + F(x)",
         "y = dropout(x) + F(x)",
-    ]
+    } <= set(texts(axes.texts))
