@@ -28,8 +28,8 @@ LEAST_BYTES = 8 * 1024
 
 
 def bottlenecks(memory: str) -> nn.Module:
-    """Two blocks with projections, and two without, whose inputs memory modes leave out."""
-    sizes = (64, 32), (128, 16), (64, 16), (64, 16)
+    """Two blocks with projections, and one without, whose input memory modes leave out."""
+    sizes = (64, 32), (128, 16), (64, 16)
     return pk.PreActStage([random_block("bottleneck", *size) for size in sizes], memory)
 
 

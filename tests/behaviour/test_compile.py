@@ -78,7 +78,7 @@ COMPILED = {
         True,
         "eager",
     ),
-    "basic_block": (EVERY_MODULE["basic_block"], True, None, "eager"),
+    "basic_block": (EVERY_MODULE["basic_block"], True, True, "eager"),
     "network_evaluation": (network_of_one_block, False, True, "eager"),
     "rebuilt_stage": (lambda: stage_of_two("rebuild"), True, None, "aot"),
     "checkpointed_stage": (lambda: stage_of_two("checkpoint", segments=2), True, True, "eager"),
