@@ -9,20 +9,12 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.conversion.deferred import Deferred
-from tests.convert.any_norm import Net, assert_runs, images, two_units
+from tests.convert.any_norm import Net, assert_runs, images
 from tests.convert.random_model_parts import QUESTIONS
 from tests.convert.trial import Copies
 from tests.oracle import distance
 
 pytestmark = pytest.mark.backends("cpu")
-
-
-def test_residual_additions_run_fused():
-    def forward(net, x):
-        h = two_units(net, x)
-        return (x + h) / 2**0.5 + two_units(net, h) * 0.5
-
-    assert_runs(forward, "^GN-SiLU-Conv$", "^GN-SiLU-Conv( and residual add)?")
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -120,15 +112,6 @@ def test_resampling_before_a_convolution():
     assert_runs(forward, r"^GN-SiLU; no convolution follows \(interpolate\)$", reason)
 
 
-def test_casts_that_change_nothing():
-    class GroupNorm32(nn.GroupNorm):
-        def forward(self, x):
-            return super().forward(x.double()).type(x.dtype)
-
-    into = "^GN-SiLU-Conv$"
-    assert_runs(two_units, into, into, norm=lambda: GroupNorm32(2, 4))
-
-
 def test_a_dropout_that_refuses_images_still_does():
     model = pk.convert(nn.Sequential(nn.BatchNorm2d(3), nn.Dropout1d(0.0), nn.ReLU()))
     with pytest.raises(RuntimeError, match="dropout1d"):
@@ -142,16 +125,6 @@ def test_deferred_tensors_answer_questions_about_types_as_tensors_do():
             y = norm(x)
             assert type(y) is Deferred
             assert ask(y), name
-
-
-def test_weights_that_are_computed():
-    def forward(net, x):
-        weight = net.conv.weight
-        weight = weight / weight.flatten(1).std(1)[:, None, None, None]
-        h = F.conv2d(F.relu(net.norm(x)), weight, net.conv.bias, padding=1)
-        return net.conv2(F.relu(net.norm2(h)))
-
-    assert_runs(forward, "^GN-ReLU-Conv$", "^GN-ReLU-Conv$")
 
 
 def test_standardising_a_weight_is_not_deferred():

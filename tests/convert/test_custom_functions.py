@@ -153,25 +153,6 @@ class Reversible(torch.autograd.Function):
         return torch.cat((dx1, dx2), dim=1), None, None, None, *found
 
 
-class Invertible(torch.autograd.Function):
-    """`x + 1`, which frees its input; the backward restores it for what came before."""
-
-    @staticmethod
-    def forward(ctx, x, free):
-        y = x.detach() + 1
-        free(x)
-        ctx.kept = x, y
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, y = ctx.kept
-        x.untyped_storage().resize_(y.untyped_storage().nbytes())
-        with torch.no_grad():
-            x.set_(y - 1)
-        return dy * 2, None
-
-
 def empty(t):
     t.set_()
 
@@ -232,29 +213,6 @@ def test_reversible_blocks_inside_of_a_checkpoint(use_reentrant):
     plain = ReversibleNet(empty)
     converted, call = pk.convert(copy.deepcopy(plain)), partial(around, 1, use_reentrant)
     assert_same_step(plain, converted, torch.randn(2, 4, 6, 6), call, has_buffers=False)
-
-
-@pytest.mark.parametrize("memory", MODES)
-@pytest.mark.parametrize("free", FREES[:2], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("what", ["sum", "conv", "norm", "stage"])
-def test_functions_that_free_their_input(what, free, memory):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x):
-            first, second, last = self.blocks
-            if what == "norm":
-                h = first.bn(x)
-            else:
-                h = first(x) if what == "conv" else first(x) + x
-                h = second(h) + h if what == "stage" else h
-            return last(Invertible.apply(h, free))
-
-    plain = Net()
-    converted = pk.convert(copy.deepcopy(plain), memory=memory)
-    assert_same_step(plain, converted, torch.randn(2, 4, 6, 6))
 
 
 @pytest.mark.parametrize("enables_grad", [False, True])

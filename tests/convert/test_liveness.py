@@ -62,15 +62,6 @@ def reads_in_a_handler(x):
     return x, found
 
 
-@finds([False, True])
-def reads_in_a_finally(x):
-    a, b = x + 1, x + 2
-    try:
-        return asked(references(a, b))
-    finally:
-        a.sum()
-
-
 @finds([True, False] * 2)
 def writes_before_it_reads(x):
     found = []
@@ -119,19 +110,6 @@ def reads_all(x):
 def keeps_a_weak_reference(x):
     a, b = x + 1, x + 2
     kept = weakref.WeakSet([a])
-    return kept, asked(references(a, b))
-
-
-@finds([False, True])
-def saves_for_backward(x):
-    a, b = x + 1, x + 2
-    return (a * x.clone().requires_grad_()), asked(references(a, b))
-
-
-@finds([False, True])
-def shares_a_plain_weak_reference(x):
-    a, b = x + 1, x + 2
-    kept = weakref.ref(a)
     return kept, asked(references(a, b))
 
 

@@ -10,12 +10,12 @@ import preact_kernels as pk
 from testbed import published_models as foreign
 from tests.convert.models import MODELS, MODES, PUBLISHED, SMALL, Block, Chain, built
 from tests.convert.trial import Copies
-from tests.oracle import assert_within_budget, unit_roundoff
+from tests.oracle import assert_within_budget
 
 pytestmark = pytest.mark.backends("cpu", slow=("reference", "triton"))
 
 
-def trained(model, x, steps):
+def trained(model, x, steps=2):
     """Trains some steps; returns outputs, whole gradients, parameters and buffers."""
     model, x = copy.deepcopy(model), x.to(next(model.parameters()).dtype)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
@@ -37,24 +37,22 @@ def trained(model, x, steps):
     return results
 
 
-def assert_trains_alike(converted, plain, x, backend, steps):
-    """Asserts the budget of `oracle.py` over several steps, in float32 and (if served) float64.
+def assert_trains_alike_in_float64(converted, plain, x, steps=2):
+    """In float32 rounding may change the mask of a ReLU, and with it whole gradients."""
+    found, expected = (trained(m.double(), x, steps) for m in (converted, plain))
+    for name, t in expected.items():
+        assert (found[name] - t).norm() <= 1e-7 * t.norm(), name
 
-    Errors of deep networks are proportional to the unit roundoff: the budget in float64 is scaled
-    from eager's errors in float32.
-    """
-    truth = trained(copy.deepcopy(plain).double(), x, steps)
+
+def assert_trains_alike(converted, plain, x, backend):
+    """Asserts the budget of `oracle.py` over two steps in float32, and equality in float64."""
+    truth = trained(copy.deepcopy(plain).double(), x)
     orders = [x, x.contiguous(memory_format=torch.channels_last)]
-    eager = [trained(plain, order, steps) for order in orders]
+    eager = [trained(plain, order) for order in orders]
     errors = {n: max(float((e[n] - t).norm()) for e in eager) for n, t in truth.items()}
-    assert_within_budget(trained(converted, x, steps), truth, errors)
-    if backend not in ("reference", "cpu"):
-        return
-    ratio = unit_roundoff(torch.float64) / unit_roundoff(torch.float32)
-    growth = (x.numel() / x.shape[1]) ** 0.5  # see oracle.py
-    errors = {n: ratio * growth * e for n, e in errors.items()}
-    wide = copy.deepcopy(converted).double()
-    assert_within_budget(trained(wide, x, steps), truth, errors)
+    assert_within_budget(trained(converted, x), truth, errors)
+    if backend in ("reference", "cpu"):
+        assert_trains_alike_in_float64(converted, plain, x)
 
 
 def assert_sites_are_found(name, model, x):
@@ -79,17 +77,17 @@ def test_small_models_run_fused_and_train_alike(name, backend):
     model, x = built(name)
     converted = copy.deepcopy(model)
     assert_sites_are_found(name, converted, x)
-    assert_trains_alike(converted, model, x, backend, steps=2)
+    assert_trains_alike(converted, model, x, backend)
 
 
 @pytest.mark.parametrize("memory", MODES[1:])
 def test_memory_modes_train_alike(memory, backend):
     model, x = built("functional-bottleneck")
     converted = pk.convert(copy.deepcopy(model), memory=memory)
-    assert_trains_alike(converted, model, x, backend, steps=2)
+    assert_trains_alike(converted, model, x, backend)
 
 
-QUICK = ("timm-resnetv2-50", "torchvision-densenet-121")
+QUICK = ("preact-resnet-18", "densenet-bc-100-12", "timm-resnetv2-50")
 COPIES = {
     "preact-resnet-18": 1,
     "densenet-bc-100-12": 65,  # concatenated tensors are NCHW
@@ -100,21 +98,6 @@ COPIES = {
 
 
 @pytest.mark.backends("cpu")
-@pytest.mark.parametrize(("name", "count"), COPIES.items())
-def test_published_models_run_fused_without_copies(name, count, backend):
-    """Counts copies of images to other memory formats; in float64 the outputs are equal."""
-    model, x = built(name)
-    converted, x = copy.deepcopy(model), x[:2]
-    assert_sites_are_found(name, converted, x)
-    with Copies() as copies:
-        converted(x)
-    assert copies.count == count
-    with torch.no_grad():
-        y, expected = (m.double()(x.double()) for m in (converted, model))
-    assert (y - expected).norm() < 1e-10 * expected.norm()
-
-
-@pytest.mark.backends("cpu")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in PUBLISHED]
 )
@@ -122,8 +105,12 @@ def test_published_models_run_fused_and_train_alike(name, backend):
     model, x = built(name)
     converted, x = copy.deepcopy(model), x[:2]
     assert_sites_are_found(name, converted, x)
-    # One step: later ones diverge, because signs of ReLU inputs near zero differ.
-    assert_trains_alike(converted, model, x, backend, steps=1)
+    if name in COPIES:
+        called = copy.deepcopy(converted)
+        with Copies() as copies:
+            called(x)
+        assert copies.count == COPIES[name]
+    assert_trains_alike_in_float64(converted, model, x, steps=1)
 
 
 # Memory.

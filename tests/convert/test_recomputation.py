@@ -134,12 +134,7 @@ def test_memory_formats_and_autocast():
     assert_saves(network.bfloat16(), 0.75, x.bfloat16())
 
 
-def test_dropout_of_inner_units_is_kept():
-    network = Network(group_norm, drops=(0.3, 0.3))
-    assert_saves(network, 0.65, torch.randn(2, CHANNELS, 16, 16))
-
-
-@pytest.mark.parametrize("units", [3, 4, 9])
+@pytest.mark.parametrize("units", [4, 9])
 def test_long_blocks_are_split(units):
     network = Network(group_norm, count=1, drops=(0.0, 0.0), units=units)
     chains = 1 + (units - 1) // (recomputation.MOST_UNITS + 1)
@@ -299,9 +294,7 @@ class Branching(Block):
         return h + F.conv2d(a, first[1].weight, padding=1)
 
 
-@pytest.mark.parametrize(
-    "network", [Network(group_norm), Branching(group_norm), Branching(group_norm, units=3)]
-)
+@pytest.mark.parametrize("network", [Network(group_norm), Branching(group_norm, units=3)])
 def test_blocks_under_a_checkpoint(network):
     x = torch.randn(2, CHANNELS, 8, 8)
     expected = trained(converted(network, "store"), x)
@@ -362,9 +355,8 @@ def test_hooks_that_move_what_is_saved_free_the_inputs_of_blocks():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("block", [Block(group_norm), Branching(group_norm, units=3)])
-def test_what_hooks_unpack_is_freed_before_the_backward_ends(block):
-    block = converted(block, "checkpoint")
+def test_what_hooks_unpack_is_freed_before_the_backward_ends():
+    block = converted(Branching(group_norm, units=3), "checkpoint")
     shape, unpacked, alive = (2, CHANNELS, 8, 8), [], []
 
     def unpack(t):
@@ -389,60 +381,6 @@ def test_without_hooks_of_saved_tensors_everything_is_saved():
     model = converted(network, "checkpoint")
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
         assert_same_bits(trained(model, x), expected)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_activations_that_the_program_holds(channels_last):
-    held = []
-
-    class Holding(Block):
-        def forward(self, x):
-            a = F.silu(self.norms[0](x))
-            held.append(a)
-            h = self.convs[0](a) + F.avg_pool2d(a, 3, 1, 1)
-            return x + self.convs[1](F.silu(self.norms[1](h)))
-
-    network, x = Holding(group_norm), torch.randn(2, CHANNELS, 8, 8)
-    if channels_last:
-        x = x.contiguous(memory_format=torch.channels_last)
-        network.to(memory_format=torch.channels_last)
-    expected = trained(network, x)
-    for memory in ("store", "checkpoint"):
-        for a, b in zip(trained(converted(network, memory), x), expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
-
-
-def test_projections_of_the_activation():
-    class Projecting(Block):
-        def forward(self, x):
-            a = self.act(self.norms[0](x))
-            h = self.convs[0](a)
-            return self.convs[2](a) + self.convs[1](self.act(self.norms[1](h)))
-
-    network = Projecting(lambda: nn.BatchNorm2d(CHANNELS), units=3)
-    assert_saves(network, 0.4, torch.randn(2, CHANNELS, 16, 16))
-
-
-def test_runs_of_residual_blocks_are_stages_as_before():
-    network = nn.Sequential(*(Plain() for _ in range(4)))
-    x = torch.randn(2, CHANNELS, 8, 8)
-    model = converted(network, "checkpoint")
-    for a, b in zip(trained(model, x), trained(network, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
-    assert all("run of" in site.into for site in pk.conversion_report(model))
-
-
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS) for _ in range(2))
-        self.convs = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, 1, 1, bias=False) for _ in "ab")
-
-    def forward(self, x):
-        h = x
-        for norm, conv in zip(self.norms, self.convs, strict=True):
-            h = conv(F.relu(norm(h)))
-        return x + h
 
 
 def test_without_gradients_nothing_is_computed_again(monkeypatch):

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
 from preact_kernels.conversion import execution, owners
-from testbed import published_models as foreign
-from tests.convert.models import MODES, Block, Chain, small
+from tests.convert.models import Block, Chain, small
 from tests.convert.random_model_parts import SaveAndSquare, triple
 from tests.convert.trial import Copies, Subject, assert_alike, facts, tensors_of
 
@@ -71,30 +70,6 @@ def test_what_is_read_becomes_a_plain_tensor_and_keeps_what_refers_to_it():
     torch.testing.assert_close(mean, y.mean())
     assert reference() is y and vars(y) == {"tag": "mine"}
     torch.testing.assert_close(gradients(y * 1, x), gradients(block(x), x), rtol=1e-4, atol=1e-5)
-
-
-def test_what_an_autograd_function_holds_becomes_plain_when_it_lets_go():
-    """A recorded operation reads its values, and a converted child returned it."""
-
-    class Inner(Block):
-        def forward(self, x):
-            self.kept = [super().forward(x)]
-            self.saved = [square(self.kept[0])]
-            self.kept[0].mean()
-            return self.kept[0]
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.block = Inner(), Block()
-
-        def forward(self, x):
-            h = self.inner(x)
-            y = self.block(self.inner.kept[0])
-            self.inner.saved.clear()
-            return y + h + self.inner.kept.pop().sum(), h
-
-    assert_alike(Subject(Outer))
 
 
 @pytest.mark.parametrize("is_read_again", [True, False])
@@ -176,20 +151,15 @@ def swap(module, args, result):
     torch.utils.swap_tensors(module.weight, nn.Parameter(torch.zeros(4, 4, 3, 3)))
 
 
-@pytest.mark.parametrize("converts", [True, False], ids=["convert", "fuse"])
 @pytest.mark.parametrize("hook", [overwrite, swap], ids=lambda f: f.__name__)
-def test_hooks_of_a_convolution_run_after_it(hook, converts):
+def test_hooks_of_a_convolution_run_after_it(hook):
     model, x = Block(), images()
     plain = copy.deepcopy(model)
     for conv in (plain.conv, model.conv):
         conv.memory = conv.weight.untyped_storage()  # writes to it do not bump the version
         conv.register_forward_hook(hook)
-    if converts:
-        pk.convert(model)
-    with torch.no_grad(), contextlib.nullcontext() if converts else pk.fuse():
-        y = model(x)
     with torch.no_grad():
-        torch.testing.assert_close(y, plain(x))
+        torch.testing.assert_close(pk.convert(model)(x), plain(x))
 
 
 def test_swapped_inputs_are_refused():
@@ -218,8 +188,7 @@ def test_a_version_that_plain_pytorch_checks_is_checked(has_relu):
 # Rule 3: running statistics, also after exceptions.
 
 
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_running_statistics_are_updated_after_an_exception(error):
+def test_running_statistics_are_updated_after_an_exception():
     """No region stays open."""
 
     class Stops(Chain):
@@ -228,13 +197,13 @@ def test_running_statistics_are_updated_after_an_exception(error):
         def forward(self, x):
             y = super().forward(x)
             if self.stops:
-                raise error
+                raise KeyboardInterrupt
             return y
 
     plain, x = Stops(Block(), Block()), images()
     model = pk.convert(copy.deepcopy(plain))
     for m in (model, plain):
-        with pytest.raises(error):
+        with pytest.raises(KeyboardInterrupt):
             m(x)
         m.stops = False
     y, expected = model(x), plain(x)
@@ -277,17 +246,12 @@ def test_errors_are_raised_where_they_are_made():
             F.conv2d(h, torch.randn(4, 3, 1, 1))
         with pytest.raises(RuntimeError):
             h + torch.randn(2, 3, 5, 5)
+        with pytest.raises(ValueError, match="4D input"):
+            block.bn(x[0])
         with pytest.raises(ValueError, match="more than 1 value"):
             F.batch_norm(torch.randn(1, 4, 1, 1), None, None, training=True)
         y = block.conv(h)
     torch.testing.assert_close(y, block(x))
-
-
-def test_images_without_a_batch_raise_as_in_eager():
-    model, _ = small()
-    for m in (model, pk.convert(copy.deepcopy(model))):
-        with pytest.raises(ValueError, match=r"4 dimensions|4D"):
-            m(torch.randn(3, 16, 16))
 
 
 # Rule 5: weights that are read later; hooks.
@@ -319,9 +283,8 @@ def test_frozen_batch_norms_keep_no_image():
 HOOKED = {"norm": "0.0", "relu": "0.1", "conv": "0.2", "block": "0"}
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", HOOKED.values(), ids=HOOKED)
-def test_hooks_see_what_they_see_in_plain_pytorch(name, when):
+def test_hooks_see_what_they_see_in_plain_pytorch(name):
     def note(*values):
         subject.log.append(facts(values))
 
@@ -334,7 +297,7 @@ def test_hooks_see_what_they_see_in_plain_pytorch(name, when):
     def block():
         return Chain(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
 
-    subject = Subject(lambda: Chain(block(), block()), **{when: add_hooks})
+    subject = Subject(lambda: Chain(block(), block()), after=add_hooks)
     assert_alike(subject)
 
 
@@ -453,26 +416,6 @@ def test_what_units_read_and_return_is_converted_once():
     for a, b in zip(y, expected, strict=True):
         torch.testing.assert_close(a, b)
         assert a.stride() == b.stride()
-
-
-@pytest.mark.parametrize("memory", MODES)
-def test_the_output_of_a_run_may_change_in_place(memory):
-    class ChangesOutput(Chain):
-        def forward(self, x):
-            y = super().forward(x)
-            y.mul_(2)
-            return y
-
-    def in_nhwc(t):
-        return t.to(memory_format=torch.channels_last)
-
-    assert_alike(
-        Subject(
-            lambda: in_nhwc(ChangesOutput(*(foreign.FunctionalBlock(4, 4) for _ in range(3)))),
-            make_input=lambda randn: in_nhwc(randn(2, 4, 6, 6)),
-            MEMORY=memory,
-        )
-    )
 
 
 def test_convolutions_of_few_channels_stay_in_nchw():
