@@ -13,19 +13,11 @@ from testbed import published_models as foreign
 MODES = ("store", "rebuild", "checkpoint")
 
 
-def stochastic_depth():
-    blocks = [foreign.BranchBlock(8, 8, 1, foreign.DropPath(0.5))]
-    blocks += [foreign.BranchBlock(32, 8, 1, foreign.DropPath(0.5)) for _ in range(2)]
-    return foreign.network_of(*blocks)
-
-
-def attention_between():
-    blocks = [foreign.BranchBlock(8, 8, 1, foreign.SqueezeExcite(32)), foreign.Attention(32)]
-    return foreign.network_of(*blocks, foreign.FunctionalBottleneck(32, 8))
-
-
-def biased_wide():
-    return foreign.network_of(foreign.BiasedWideBlock(8, 32), foreign.BiasedWideBlock(32, 32))
+def between_blocks():
+    """Stochastic depth, gates and attention behind the convolutions, and biased convolutions."""
+    blocks = [foreign.BranchBlock(8, 8, 1, foreign.DropPath(0.5)), foreign.Attention(32)]
+    blocks += [foreign.BranchBlock(32, 8, 1, foreign.SqueezeExcite(32))]
+    return foreign.network_of(*blocks, foreign.BiasedWideBlock(32, 32))
 
 
 class PostActBlock(nn.Module):
@@ -54,19 +46,16 @@ def post_activation():
 
 # Constructor, size of the images, number of batch norms, number of fused batch norms.
 SMALL = {
-    "functional-basic": (lambda: foreign.FunctionalNet(planes=8), 16, 16, 16),
     "functional-bottleneck": (
         lambda: foreign.FunctionalNet(foreign.FunctionalBottleneck, (2, 3), 8),
         16,
         15,
         15,
     ),
-    "wide": (lambda: foreign.WideResNet(16, 1), 16, 13, 13),
-    "biased-wide": (biased_wide, 8, 5, 5),
+    "wide": (lambda: foreign.WideResNet(10, 1), 16, 7, 7),
     "dense": (lambda: foreign.DenseNet(22, 6), 16, 21, 21),
     "deep": (lambda: foreign.DeepNet(29, 8), 16, 28, 28),
-    "stochastic-depth": (stochastic_depth, 8, 10, 10),
-    "attention": (attention_between, 8, 7, 7),
+    "between blocks": (between_blocks, 8, 9, 9),
     "post-activation": (post_activation, 8, 7, 3),
 }
 

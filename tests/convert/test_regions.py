@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
-from preact_kernels.conversion import execution, owners
+from preact_kernels.conversion import execution
 from tests.convert.models import Block, Chain, small
 from tests.convert.random_model_parts import SaveAndSquare, triple
 from tests.convert.trial import Copies, Subject, assert_alike, facts, tensors_of
@@ -32,18 +31,6 @@ def images(*shape):
 
 def gradients(y, *inputs):
     return torch.autograd.grad(y.square().sum(), inputs, allow_unused=True)
-
-
-class Calls(TorchFunctionMode):
-    """Counts the calls of a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function, self.count = function, 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.count += func is self.function
-        return func(*args, **(kwargs or {}))
 
 
 # Rules 1 and 7: deferred operations, their computation, and their results.
@@ -72,8 +59,7 @@ def test_what_is_read_becomes_a_plain_tensor_and_keeps_what_refers_to_it():
     torch.testing.assert_close(gradients(y * 1, x), gradients(block(x), x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_read_again", [True, False])
-def test_what_an_autograd_function_held_is_plain_at_the_end(is_read_again):
+def test_what_an_autograd_function_held_is_plain_when_it_lets_go():
     block, x = Block(), images()
     with pk.fuse():
         y = block(x)
@@ -81,10 +67,8 @@ def test_what_an_autograd_function_held_is_plain_at_the_end(is_read_again):
         y.mean()
         assert (type(y) is torch.Tensor) == IS_APPLIED_IN_C
         saved.clear()
-        if is_read_again:
-            y.mean()
-            assert type(y) is torch.Tensor
-    assert type(y) is torch.Tensor
+        y.mean()
+        assert type(y) is torch.Tensor
 
 
 def test_backward_of_custom_functions_takes_linear_time(monkeypatch):
@@ -270,16 +254,6 @@ def test_a_weight_that_was_freed_raises():
         block.bn.weight.untyped_storage().resize_(size)
 
 
-def test_frozen_batch_norms_keep_no_image():
-    block = Block()
-    block.bn.requires_grad_(False)
-    x = images().detach()
-    with pk.fuse():
-        y = block(x)
-    x.add_(1)  # no plain operator saves x
-    y.sum().backward()
-
-
 HOOKED = {"norm": "0.0", "relu": "0.1", "conv": "0.2", "block": "0"}
 
 
@@ -320,13 +294,6 @@ def test_hooks_that_come_first_see_computed_tensors(is_before):
 
 
 # Rule 6: other modes of PyTorch.
-
-
-def test_other_function_modes_see_every_call():
-    model = pk.convert(Chain(Block()))
-    with Calls(F.relu) as calls:
-        model(images())
-    assert calls.count == 1
 
 
 def test_removed_hooks_open_no_region():
@@ -418,24 +385,6 @@ def test_what_units_read_and_return_is_converted_once():
         assert a.stride() == b.stride()
 
 
-def test_convolutions_of_few_channels_stay_in_nchw():
-    """PyTorch 2.13 corrupts memory in channels_last convolutions of stride 2."""
-
-    class Few(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 3, padding=1)
-            self.down = nn.Conv2d(3, 8, 1, 2)
-
-        def forward(self, x):
-            return self.down(self.conv(F.relu(self.bn(x))))
-
-    model, x = Few(), images(2, 3, 9, 9)
-    expected = model(x)
-    for _ in range(20):
-        torch.testing.assert_close(pk.convert(model)(x), expected)
-
-
 def test_the_profiler_may_record_shapes():
     """It holds weak references to tensors, which then keep their class."""
     model, x = small()
@@ -465,13 +414,3 @@ def test_models_are_freed_at_once_and_calls_leave_no_garbage():
     finally:
         gc.enable()
     assert garbage <= 50
-
-
-def test_weights_of_no_module_leave_what_is_known_of_the_others():
-    model = Chain(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1))
-    known = owners.Owners(model)
-    parameters = [*model.parameters()]
-    found = [known.find(p) for p in parameters]
-    known.start()
-    assert known.find(torch.ones(1)) is None
-    assert [known.find(p) for p in parameters] == found and None not in found
