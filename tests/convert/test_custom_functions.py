@@ -208,13 +208,6 @@ def test_reversible_blocks_that_free_what_they_computed(free, memory):
                 torch.testing.assert_close(converted(x), plain(x), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_reversible_blocks_inside_of_a_checkpoint(use_reentrant):
-    plain = ReversibleNet(empty)
-    converted, call = pk.convert(copy.deepcopy(plain)), partial(around, 1, use_reentrant)
-    assert_same_step(plain, converted, torch.randn(2, 4, 6, 6), call, has_buffers=False)
-
-
 @pytest.mark.parametrize("enables_grad", [False, True])
 def test_what_a_function_computes_is_plain(enables_grad):
     """A function may pass what its forward computes to code that no region sees."""

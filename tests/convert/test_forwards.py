@@ -427,18 +427,17 @@ class Product(torch.autograd.Function):
 def test_a_custom_function_in_the_second_call_alone(place):
     def forward(self, x):
         self.calls = getattr(self, "calls", 0) + 1
-        seen = []
+        is_second, seen = self.calls == 2, []
 
         def at(name, h):
-            if name == place and self.calls == 2:
+            if name == place and is_second:
                 seen.append(triple(h))
             return h
 
-        h = a = at("relu", F.relu(at("norm", self.bn1(x))))
-        if place == "frozen":
-            self.conv1.weight.requires_grad_(self.calls != 2)
-        conv = self.conv2 if place == "other" and self.calls == 2 else self.conv1
-        h = at("second norm", self.bn2(at("conv", at("frozen", at("other", conv(h))))))
+        a = at("relu", F.relu(at("norm", self.bn1(x))))
+        self.conv1.weight.requires_grad_(place != "frozen" or not is_second)
+        conv = self.conv2 if place == "other" and is_second else self.conv1
+        h = at("second norm", self.bn2(at("conv", conv(a))))
         y = self.conv2(at("in-place relu", h.relu_()))
         return sum(seen, y) + (triple(self.conv2(a)) if place == "twice" else 0)
 

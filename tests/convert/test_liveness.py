@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import sys
-import weakref
 
 import pytest
 import torch
@@ -104,13 +103,6 @@ def reads_all(x):
     a, b = x + 1, x + 2
     found = asked(references(a, b))
     return locals().keys(), found
-
-
-@finds([False, True])
-def keeps_a_weak_reference(x):
-    a, b = x + 1, x + 2
-    kept = weakref.WeakSet([a])
-    return kept, asked(references(a, b))
 
 
 async def _numbers():
