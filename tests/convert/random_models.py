@@ -356,14 +356,18 @@ def change_between(s: Scope) -> None:
 
 
 def write(s: Scope) -> None:
-    """Changes what a norm, an activation, a convolution, a pooling or a sum returned in place."""
+    """Changes what a norm reads, or what it or a later operation returns, in place."""
     n, a = norm(s, s.channels), relu(s)
+    is_source_written = s.chance(0.5)
+    if is_source_written:
+        s.write("h = h * 1")
     skip = s.save()
     with s.fixed():
         c, _ = conv(s, s.channels, s.size, s.channels)
     parts = [n, a, s.choice([c, "F.avg_pool2d({}, 3, 1, 1)", f"({c} + {skip})"])]
     s.apply(*parts[: s.choice([1, 2, 3, 3])])
-    s.write(choose(s, vocabulary.WRITES))
+    written = choose(s, vocabulary.WRITES)
+    s.write(re.sub(r"\bh\b", skip, written) if is_source_written else written)
 
 
 def state(s: Scope) -> None:

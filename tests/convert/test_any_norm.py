@@ -223,6 +223,17 @@ def test_scale_and_shift_run_fused(name, dims):
         assert_runs(forward, f"^{name}$", "^GN-SiLU-Conv$", dims)
 
 
+def test_other_products_run_plain():
+    """Products with a whole image, and with a value for each column."""
+
+    def forward(net, x):
+        h = net.norm(x) * x
+        y = net.norm2(x) * torch.rand(6, dtype=x.dtype)
+        return net.conv(F.silu(h)) + net.conv2(F.silu(y))
+
+    assert_runs(forward, "^; read by mul", "^; read by mul")
+
+
 def test_a_scale_that_changes_in_place_is_read_before():
     def forward(net, x):
         scale, shift = (t.detach() * 1 for t in net.scale_and_shift(x))
