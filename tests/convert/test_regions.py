@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.conversion import execution
+from testbed import published_models as foreign
 from tests.convert.models import Block, Chain, small
 from tests.convert.random_model_parts import SaveAndSquare, triple
 from tests.convert.trial import Copies, Subject, assert_alike, facts, tensors_of
@@ -383,6 +384,22 @@ def test_what_units_read_and_return_is_converted_once():
     for a, b in zip(y, expected, strict=True):
         torch.testing.assert_close(a, b)
         assert a.stride() == b.stride()
+
+
+def test_the_output_of_a_stage_that_rebuilds_may_change_in_place():
+    class ChangesOutput(Chain):
+        def forward(self, x):
+            return super().forward(x).mul_(2)
+
+    def in_nhwc(t):
+        return t.to(memory_format=torch.channels_last)
+
+    subject = Subject(
+        lambda: in_nhwc(ChangesOutput(*(foreign.FunctionalBlock(4, 4) for _ in range(3)))),
+        make_input=lambda randn: in_nhwc(randn(2, 4, 6, 6)),
+        MEMORY="rebuild",
+    )
+    assert_alike(subject)
 
 
 def test_the_profiler_may_record_shapes():
