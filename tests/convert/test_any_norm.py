@@ -374,7 +374,7 @@ def test_the_report_lists_norms_without_parameters():
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_a_backward_reads_the_data_that_replaced_those_of_a_convolution(dims):
-    """As in plain PyTorch, which saves the parameter itself."""
+    """Plain PyTorch saves the parameter itself."""
 
     def forward(net, x):
         y = two_units(net, x)

@@ -98,7 +98,7 @@ def test_the_report_is_that_of_the_last_call():
 
 @pytest.mark.parametrize("converts_all", [True, False])
 def test_the_report_names_norms_that_code_outside_of_converted_modules_calls(converts_all):
-    """As in `nn.Sequential(*list(model.children())[:-2])`."""
+    """`nn.Sequential(*list(model.children())[:-2])` is such code."""
     model = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), Block())
     pk.convert(model if converts_all else model[2])
     outer = nn.Sequential(*model.children())

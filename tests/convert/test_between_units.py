@@ -1,4 +1,4 @@
-"""What stands between the units of any norm: additions, resampling, computed weights."""
+"""Operations between the units of any norm: additions, resampling, computed weights."""
 
 import copy
 

@@ -215,7 +215,7 @@ class Returns(Block):
 @pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
 def test_outputs_of_any_class_hold_plain_tensors(make, is_held):
-    """Those of the model, and those that a hook of a child sees."""
+    """The model returns plain tensors, and hooks of its children see plain tensors."""
     model, x = nn.Sequential(Returns(make, is_held)), torch.randn(2, 4, 5, 5)
     expected, seen = parts(copy.deepcopy(model)(x)), []
     if not is_held:

@@ -99,7 +99,7 @@ def concatenates_images_of_two_formats(self, x):
     return self.second(z), F.conv2d(F.relu(h), weight), *pairs
 
 
-# What a norm reads is convolved, too.
+# A convolution reads the input of a norm.
 
 
 @runs("^BN-ReLU-Conv, BN-ReLU-Conv and residual add$", "^BN-ReLU-Conv$")

@@ -18,7 +18,7 @@ from tests.convert.models import Block, Chain, small
 from tests.convert.random_model_parts import SaveAndSquare, triple
 from tests.convert.trial import Copies, Subject, assert_alike, facts, tensors_of
 
-# From torch 2.15 on. What such a function saves is plain as soon as it is read.
+# True from torch 2.15 on: what such a function saves becomes plain when it is read.
 IS_APPLIED_IN_C = not hasattr(torch.autograd.Function.apply, "__code__")
 
 pytestmark = pytest.mark.backends("cpu")
