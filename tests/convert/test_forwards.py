@@ -126,6 +126,15 @@ def changes_a_result_after_its_copy(self, x):
     return y + h, z + k
 
 
+@runs("BN-ReLU|read by mul_")
+def changes_an_image_after_its_copy(self, x):
+    x = x * 1
+    self.unit(x)
+    y = self.conv2(x.contiguous())
+    x.mul_(2)
+    return y, x
+
+
 @runs("^; it is frozen")
 def changes_an_image_of_a_frozen_norm(self, x):
     self.bn1.eval().requires_grad_(False)
@@ -293,6 +302,13 @@ class RunsUnit(torch.autograd.Function):
 @runs("^; it runs inside .* a custom autograd function", "BN-ReLU-Conv")
 def calls_a_unit_in_a_custom_function(self, x):
     return self.second(RunsUnit.apply(x, self))
+
+
+@runs("", "")
+def passes_sums_to_custom_functions(self, x):
+    y = self.unit(x)
+    y += x
+    return square(self.second(x) + x * 2) + square(y)
 
 
 @runs()

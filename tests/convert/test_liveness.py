@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import sys
+import weakref
 
 import pytest
 import torch
@@ -103,6 +104,13 @@ def reads_all(x):
     a, b = x + 1, x + 2
     found = asked(references(a, b))
     return locals().keys(), found
+
+
+@finds([False, True])
+def keeps_a_weak_reference(x):
+    a, b = x + 1, x + 2
+    kept = weakref.ref(a)
+    return kept, asked(references(a, b))
 
 
 async def _numbers():
