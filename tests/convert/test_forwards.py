@@ -311,6 +311,12 @@ def passes_sums_to_custom_functions(self, x):
     return square(self.second(x) + x * 2) + square(y)
 
 
+@runs("read by")
+def passes_a_norm_and_its_activation_to_custom_functions(self, x):
+    h = self.bn1(x)
+    return square(h) + square(F.relu(h))
+
+
 @runs()
 def calls_a_vmap(self, x):
     y = self.unit(x)

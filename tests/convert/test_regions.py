@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import preact_kernels as pk
 from preact_kernels.conversion import execution
@@ -32,6 +33,18 @@ def images(*shape):
 
 def gradients(y, *inputs):
     return torch.autograd.grad(y.square().sum(), inputs, allow_unused=True)
+
+
+class Calls(TorchFunctionMode):
+    """Counts the calls of a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.count = function, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is self.function
+        return func(*args, **(kwargs or {}))
 
 
 # Rules 1 and 7: deferred operations, their computation, and their results.
@@ -295,6 +308,13 @@ def test_hooks_that_come_first_see_computed_tensors(is_before):
 
 
 # Rule 6: other modes of PyTorch.
+
+
+def test_other_function_modes_see_every_call():
+    model = pk.convert(Chain(Block()))
+    with Calls(F.relu) as calls:
+        model(images())
+    assert calls.count == 1
 
 
 def test_removed_hooks_open_no_region():
