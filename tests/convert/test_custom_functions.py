@@ -67,6 +67,7 @@ def around(levels, use_reentrant, net, x):
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("memory", MODES)
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("outer", [False, True])

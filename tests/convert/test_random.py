@@ -84,7 +84,7 @@ def test_random_models_are_equal(has_any_norm):
 
 @pytest.mark.parametrize("dims", [1, 3])
 def test_random_models_of_sequences_and_volumes_are_equal(dims):
-    check_range(0, 60, True, dims)
+    check_range(0, 40, True, dims)
 
 
 @pytest.mark.slow
