@@ -1,13 +1,10 @@
 """Small and published models for tests of conversion."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-import preact_kernels as pk
 from testbed import published_models as foreign
 
 MODES = ("store", "rebuild", "checkpoint")
@@ -94,14 +91,6 @@ def built(name):
 def small():
     """Returns a network with a run of blocks and a final batch norm, and images."""
     return built("functional-bottleneck")
-
-
-def report_of(model, *args):
-    """Calls a copy of a converted model, and returns its report."""
-    model = copy.deepcopy(model)
-    with torch.random.fork_rng([]):
-        model(*args)
-    return pk.conversion_report(model)
 
 
 class Block(nn.Module):
