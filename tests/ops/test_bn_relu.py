@@ -24,7 +24,7 @@ from tests.cases import (
     plain_bn_relu_conv2d,
     randomised,
 )
-from tests.oracle import assert_same_bits, check, evaluate, same_bits
+from tests.oracle import check, evaluate, same_bits
 
 CASE = ConvCase("typical", (3, 16, 6, 5), 24, padding=1, conv_bias=True, residual=True)
 OPS = {
@@ -54,15 +54,15 @@ def test_forward_backward_and_running_statistics(shape, training, dtype):
     check_op(pk.bn_relu, plain_bn_relu, problems, training=training)
 
 
+@on_kernels
 @every_op
 @pytest.mark.covering(1, cpu=2)
 @both_modes
-@pytest.mark.parametrize("mean_over_std", [30, 1000])
-def test_large_means(mean_over_std, training, fused, plain, make_inputs, backend):
-    check_op(fused, plain, make_inputs(mean_over_std=mean_over_std), training=training)
+def test_large_means(training, fused, plain, make_inputs, backend):
+    check_op(fused, plain, make_inputs(mean_over_std=1000), training=training)
 
 
-@on_kernels
+@pytest.mark.backends("cpu")
 @every_op
 def test_constant_channels(fused, plain, make_inputs, backend):
     inputs = make_inputs()
@@ -74,16 +74,9 @@ def test_constant_channels(fused, plain, make_inputs, backend):
 @on_kernels
 @pytest.mark.covering(1)
 @both_modes
-@pytest.mark.parametrize(
-    ("op", "wanted"),
-    [
-        *(("bn_relu", name) for name in ("x", "bn_weight", "bn_bias")),
-        *(("bn_relu_conv2d", name) for name in ("x", "bn_weight", "bn_bias")),
-        *(("bn_relu_conv2d", name) for name in ("conv_weight", "conv_bias", "residual")),
-    ],
-)
-def test_a_single_wanted_gradient_comes_alone(op, wanted, training, backend):
-    fused, plain, make_inputs = OPS[op]
+@pytest.mark.parametrize("wanted", ["x", "bn_bias", "conv_weight", "residual"])
+def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
+    fused, plain, make_inputs = OPS["bn_relu_conv2d"]
     inputs = make_inputs()
     frozen = [name for name in inputs if name != wanted]
     results = check_op(fused, plain, inputs, frozen, training=training)
@@ -102,16 +95,6 @@ def test_without_gradients_nothing_is_recorded(training, fused, plain, make_inpu
         assert same_bits(call(**{n: t.clone() for n, t in inputs.items()}), expected)
 
 
-@pytest.mark.backends("cpu")
-@every_op
-@both_modes
-def test_an_empty_batch_is_as_in_eager(training, fused, plain, make_inputs, backend):
-    inputs = make_inputs()
-    inputs |= {n: inputs[n][:0] for n in ("x", "residual") if n in inputs}
-    results = check_op(fused, plain, inputs, training=training)
-    assert results["y"].shape[0] == 0
-
-
 @both_modes
 def test_nan_and_inf_spread_as_in_eager(training, backend):
     for where, value in (("x", NAN), ("x", INF), ("x", -INF), ("bn_bias", NAN), ("bn_bias", -INF)):
@@ -127,18 +110,6 @@ def test_no_gradient_passes_where_a_pre_activation_rounds_to_zero(backend):
     inputs["bn_weight"], inputs["bn_bias"] = torch.full((16,), 1e-9), torch.zeros(16)
     results = evaluate(partial(pk.bn_relu, training=True), inputs)
     assert not any(results[name].any() for name in ("y", "dx", "dbn_weight", "dbn_bias"))
-
-
-class PlainBNReLU2d(nn.Module):
-    """What `pk.BNReLU2d` equals, of the child given."""
-
-    def __init__(self, bn):
-        super().__init__()
-        self.bn = bn
-        self.training = bn.training
-
-    def forward(self, x):
-        return F.relu(self.bn(x))
 
 
 @pytest.mark.covering(1)
@@ -160,6 +131,18 @@ def test_module_equals_its_child_and_a_relu(options, training, training_dtype):
     check(module, PlainBNReLU2d(module.bn), {"x": torch.randn(CASE.x).to(training_dtype)})
 
 
+class PlainBNReLU2d(nn.Module):
+    """What `pk.BNReLU2d` equals, of the child given."""
+
+    def __init__(self, bn):
+        super().__init__()
+        self.bn = bn
+        self.training = bn.training
+
+    def forward(self, x):
+        return F.relu(self.bn(x))
+
+
 @pytest.mark.backends("cpu")
 @pytest.mark.parametrize("momentum", [None, 0.1])
 def test_running_statistics_follow_many_batches_as_in_eager(momentum, backend):
@@ -173,12 +156,7 @@ def test_running_statistics_follow_many_batches_as_in_eager(momentum, backend):
 def test_frozen_batch_norm_trains_its_weights_and_keeps_its_statistics(backend):
     module = randomised(pk.BNReLU2d(16))
     module.bn.eval()
-    plain = PlainBNReLU2d(module.bn)
-    results = check(module, plain, {"x": torch.randn(CASE.x)})
+    results = check(module, PlainBNReLU2d(module.bn), {"x": torch.randn(CASE.x)})
     assert results["dbn.weight"].abs().sum() > 0
     assert same_bits(results["bn.running_mean"], module.bn.running_mean)
     assert results["bn.num_batches_tracked"] == 0
-
-
-def test_modules_share_the_keys_and_initial_values_of_plain_ones():
-    assert_same_bits(pk.BNReLU2d(4).state_dict(), PlainBNReLU2d(nn.BatchNorm2d(4)).state_dict())

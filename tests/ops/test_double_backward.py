@@ -1,21 +1,24 @@
 """Gradients of gradients are those of plain PyTorch."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import preact_kernels as pk
 from tests.cases import (
+    ACTIVATIONS,
     ConvCase,
     NormCase,
     NormConvCase,
-    batch_norm_inputs,
     conv_inputs,
+    every_activation,
     every_modulation,
     norm_conv_inputs,
     norm_inputs,
-    plain_bn_relu,
     plain_bn_relu_conv2d,
     plain_norm_act,
     random_block,
@@ -27,7 +30,6 @@ from tests.oracle import check, evaluate, plain_copy
 pytestmark = pytest.mark.backends("cpu")
 
 CASE = ConvCase("small", (2, 3, 3, 4), 4, padding=1, stride=(1, 2), conv_bias=True, residual=True)
-every_memory = pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 both_modes = pytest.mark.parametrize("training", [True, False])
 
 
@@ -58,21 +60,11 @@ def check_penalty(fused, plain, make_inputs, frozen=(), **arguments):
     check(GradientPenalty(fused), GradientPenalty(plain), problems, frozen=frozen)
 
 
-def plain_add(x, branch):
-    return x + branch
-
-
 def check_penalty_of_stage(stage, frozen=()):
     stage = stage.double()
     channels = stage[0].bn1.num_features
     images = partial(torch.randn, 2, channels, 3, 4, dtype=torch.float64)
     check_penalty(stage, plain_copy(stage), lambda: {"x": images()}, frozen)
-
-
-@both_modes
-def test_gradient_penalty_of_bn_relu(training, backend):
-    inputs = partial(batch_norm_inputs, (4, 16, 5, 6), torch.float64)
-    check_penalty(pk.bn_relu, plain_bn_relu, inputs, training=training)
 
 
 @pytest.mark.covering(1)
@@ -95,11 +87,12 @@ every_norm = pytest.mark.parametrize(("norm", "options"), NORMS.values(), ids=NO
 
 @every_norm
 @every_modulation
+@every_activation
 @pytest.mark.covering(1)
-def test_gradient_penalty_of_norm_act(norm, options, modulation, backend):
-    arguments = {**norm.norm, "activation": "silu", **options}
-    inputs = partial(norm_inputs, norm, torch.float64, modulation)
-    check_penalty(norm.norm_act, plain_norm_act, inputs, **arguments)
+def test_gradient_penalty_of_norm_act(norm, options, modulation, activation, backend):
+    fused = partial(norm.norm_act, activation=ACTIVATIONS[activation][0], **options)
+    plain = partial(plain_norm_act, activation=activation, **norm.norm | options)
+    check_penalty(fused, plain, partial(norm_inputs, norm, torch.float64, modulation))
 
 
 @pytest.mark.covering(1)
@@ -150,18 +143,21 @@ def starts(*prefixes):
     return lambda name: name.startswith(prefixes)
 
 
-# Blocks behind frozen ones, and behind frozen units of a block.
-FROZEN = {
-    "nothing": starts("-"),
-    "two_blocks": starts("x", "0.", "1."),
-    "a_block_and_a_unit": starts("x", "0.", "1.bn1.", "1.conv1."),
-}
+NOTHING = starts("-")
+TWO_BLOCKS = starts("x", "0.", "1.")
+A_BLOCK_AND_A_UNIT = starts("x", "0.", "1.bn1.", "1.conv1.")
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @both_modes
-@every_memory
-@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize(
+    ("memory", "frozen"),
+    [
+        *(("store", frozen) for frozen in (NOTHING, TWO_BLOCKS, A_BLOCK_AND_A_UNIT)),
+        *(("rebuild", frozen) for frozen in (TWO_BLOCKS, A_BLOCK_AND_A_UNIT)),
+        ("checkpoint", A_BLOCK_AND_A_UNIT),
+    ],
+)
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 def test_gradient_penalty_of_a_stage(kind, frozen, memory, training, backend):
     width = 4 if kind == "basic" else 1
@@ -177,16 +173,6 @@ def test_gradient_penalty_of_a_stage_whose_block_occurs_twice(backend):
     check_penalty_of_stage(pk.PreActStage([block, block]))
 
 
-def test_gradient_penalty_of_residual_add(backend):
-    def inputs():
-        return {n: torch.randn(2, 3, 2, 2, dtype=torch.float64) for n in ("x", "branch")}
-
-    def squares(add, **inputs):
-        return add(**inputs).square()
-
-    check_penalty(partial(squares, pk.residual_add), partial(squares, plain_add), inputs)
-
-
 def test_a_residual_alone_has_a_second_derivative(backend):
     inputs = conv_inputs(CASE)
     residual = inputs["residual"].requires_grad_()
@@ -194,3 +180,165 @@ def test_a_residual_alone_has_a_second_derivative(backend):
     (first,) = torch.autograd.grad(y.square().sum(), residual, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), residual)
     assert torch.equal(second, torch.full_like(residual, 2))
+
+
+class WithStrides(torch.autograd.Function):
+    """Returns its input; the gradient gets other strides."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.change(dy), None
+
+
+def strided(order, odd=None):
+    """Returns a function that stores a tensor in another order of axes.
+
+    Args:
+        order: takes the dimensions; returns the axes from the outermost one.
+        odd: stride of all axes of size 1.
+    """
+
+    def change(t):
+        axes = tuple(order(t.dim()))
+        dense = t.detach().permute(axes).contiguous()
+        strides = [0] * t.dim()
+        for axis, stride in zip(axes, dense.stride(), strict=True):
+            strides[axis] = odd if odd is not None and t.shape[axis] == 1 else stride
+        return dense.as_strided(t.shape, strides)
+
+    return change
+
+
+def last(dims):
+    return 0, *range(2, dims), 1
+
+
+STRIDES = {
+    "first": strided(range),
+    "last": strided(last),
+    "first, odd": strided(range, 1),
+    "last, odd": strided(last, 1),
+    "last, large": strided(last, 1000),
+    "transposed": strided(lambda dims: range(dims - 1, -1, -1)),
+    "slice": lambda t: F.pad(t.detach(), (1, 2))[..., 1:-2],
+}
+SHAPES = ((1, 4, 3, 5), (2, 1, 3, 5), (1, 4, 1, 5), (1, 4, 3, 1), (2, 4, 1, 3), (1, 4, 6))
+SHAPES += ((1, 4, 2, 3, 2), (1, 4, 1, 3, 1), (2, 1, 2, 3, 2))
+CONVOLUTIONS = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+BATCH_NORMS = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+INSTANCE_NORMS = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
+
+
+def unit(norm, kind, channels, dims):
+    """A module with SiLU."""
+    if norm == "group":
+        norm = nn.GroupNorm(min(2, channels), channels)
+    elif norm == "instance":
+        norm = INSTANCE_NORMS[dims](channels, affine=True)
+    else:
+        norm = BATCH_NORMS[dims](channels).train(norm == "batch")
+    if kind == "act":
+        module = pk.NormAct(norm, nn.SiLU())
+    else:
+        conv = CONVOLUTIONS[dims](channels, channels, 3, padding=1)
+        module = pk.NormActConv(norm, nn.SiLU(), conv)
+    return randomised(module).double()
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("x_strides", STRIDES)
+@pytest.mark.parametrize("kind", ["act", "residual"])
+@pytest.mark.parametrize("norm", ["batch", "batch, eval", "group", "instance"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_first_and_second_gradients_of_any_strides(shape, norm, kind, x_strides, backend):
+    module = unit(norm, kind, shape[1], len(shape))
+    inputs = {"x": torch.randn(shape, dtype=torch.float64)}
+    if kind == "residual":
+        inputs["residual"] = torch.randn(shape, dtype=torch.float64)
+
+    def gradients(module, x_strides, dy_strides, second):
+        own = {n: t.clone() for n, t in inputs.items()}
+        own["x"] = STRIDES[x_strides](own["x"])
+        wanted = [t.requires_grad_() for t in own.values()] + [*module.parameters()]
+        y = WithStrides.apply(module(**own), STRIDES[dy_strides])
+        dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).sin().view(y.shape)
+        found = torch.autograd.grad(y, wanted, dy, create_graph=second)
+        if second:
+            penalty = sum(g.square().sum() for g in found)
+            found += torch.autograd.grad(penalty, wanted, allow_unused=True)
+        return found
+
+    for second in (False, True):
+        expected = gradients(plain_copy(module), "first", "first", second)
+        for name in STRIDES:
+            found = gradients(module, x_strides, name, second)
+            message = f"dy {name}, second {second}: {{}}".format
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10, msg=message)
+
+
+def modules():
+    """Modules between convolutions, by name."""
+
+    def conv():
+        return nn.Conv2d(4, 4, 3, padding=1)
+
+    units = [pk.NormActConv(nn.BatchNorm2d(4), nn.ReLU(), conv()) for _ in range(2)]
+    found = {
+        "unit": units[0],
+        "units": nn.Sequential(*units),
+        "group": pk.NormActConv(nn.GroupNorm(2, 4), nn.SiLU(), conv()),
+        "act": pk.NormAct(nn.BatchNorm2d(4), nn.SiLU()),
+        "stage": pk.PreActStage([random_block("basic", 4, 4) for _ in range(2)]),
+    }
+    return {n: nn.Sequential(conv(), m, conv()).double() for n, m in found.items()}
+
+
+@pytest.mark.covering(1)
+@both_modes
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize("name", modules())
+def test_the_same_second_gradients_are_none(name, is_converted, training, backend):
+    net = modules()[name].train(training)
+    plain = plain_copy(net).train(training)
+    net = pk.convert(copy.deepcopy(plain)) if is_converted else net
+    x = torch.randn(2, 4, 3, 4, dtype=torch.float64)
+
+    def gradients(net, wanted):
+        net.zero_grad()
+        own = {"x": x.clone().requires_grad_(), **dict(net.named_parameters())}
+        first = torch.autograd.grad(
+            net(own["x"]).sum(), [own[n] for n in wanted], create_graph=True, allow_unused=True
+        )
+        found = [None if g is None else g.requires_grad for g in first]
+        sum(g.square().sum() for g in first if g is not None).backward()
+        return found, {n: t.grad is None for n, t in own.items()}
+
+    for wanted in (["x"], ["0.weight"], [n for n, _ in net.named_parameters()]):
+        assert gradients(net, wanted) == gradients(plain, wanted), wanted
+
+
+def test_an_instance_norm_that_runs_plain_behind_a_unit():
+    """PyTorch's own second derivative may be wrong for one image in channels_last."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1 = nn.BatchNorm2d(4)
+            self.norm2 = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+
+        def forward(self, x):
+            return F.selu(self.norm2(F.silu(self.norm1(x)) * 2))
+
+    net, found = Net().double().eval(), []
+    x = torch.randn(1, 4, 5, 6, dtype=torch.float64)
+    dy = torch.randn_like(x)
+    for model in (copy.deepcopy(net), pk.convert(net)):
+        parameters = [*model.parameters()]
+        first = torch.autograd.grad(model(x), parameters, dy, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))
+    torch.testing.assert_close(*found)

@@ -58,23 +58,14 @@ def test_norms_and_running_statistics(case, modulation, dtype):
 @pytest.mark.covering(1)
 @every_activation
 @every_norm
-def test_activations(norm, activation, dtype):
+@every_modulation
+def test_activations_and_modulations_of_each_norm(norm, activation, modulation, dtype):
     case, arguments = NORMS[norm]
-    problems = [norm_inputs(case, dtype) for _ in range(4)]
+    problems = [norm_inputs(case, dtype, modulation) for _ in range(4)]
     check_norm(case, problems, activation, **arguments)
 
 
-@on_kernels
-@pytest.mark.covering(1)
-@every_modulation
-@every_norm
-def test_each_modulation_of_each_norm(norm, modulation, dtype):
-    case, arguments = NORMS[norm]
-    problems = [norm_inputs(case, dtype, modulation) for _ in range(4)]
-    check_norm(case, problems, **arguments)
-
-
-# Of half precision: what else may be in float32, and what may not.
+# Beside half precision: the dtype of the parameters, and which rows are in float32.
 DTYPES = {
     "parameters_in_half": ({"params_dtype": torch.bfloat16}, ()),
     "float32_scale": ({}, ("scale",)),
@@ -111,8 +102,7 @@ def test_a_single_wanted_gradient_has_the_same_bits_and_comes_alone(norm, wanted
 @every_norm
 def test_large_means(norm, backend):
     case, arguments = NORMS[norm]
-    for mean_over_std in (30, 1000):
-        check_norm(case, norm_inputs(case, mean_over_std=mean_over_std), **arguments)
+    check_norm(case, norm_inputs(case, mean_over_std=1000), **arguments)
 
 
 @every_kernel
@@ -133,16 +123,9 @@ def test_one_value_per_group_is_zero_before_weight_and_bias(case, backend):
     inputs = norm_inputs(case)
     y = case.norm_act(**inputs, activation="identity", eps=1e-12)
     assert same_bits(y, inputs["bias"].view(-1, *[1] * (y.dim() - 2)).expand(y.shape).clone())
-    # dx is what rounding leaves of zero: one of few values may be near zero in eager by luck.
-    check_norm(case, [norm_inputs(case) for _ in range(enough(case.x))])
-
-
-@pytest.mark.backends("cpu")
-def test_one_value_per_group_of_one_image_is_refused_as_in_eager(backend):
-    x = torch.randn(1, 6, 1, 1)
-    for function in (F.group_norm, pk.group_norm_act):
-        with pytest.raises(ValueError, match=r"more than 1 value per"):
-            function(x, 6)
+    if backend == "cpu":
+        # dx is what rounding leaves of zero: one of few values may be near zero in eager by luck.
+        check_norm(case, [norm_inputs(case) for _ in range(enough(case.x))])
 
 
 @pytest.mark.backends("cpu")
@@ -214,7 +197,7 @@ def test_what_is_not_finite_stays_in_its_group(activation, value, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "leaky_relu"])
 @pytest.mark.parametrize("case", [NormCase((3, 16, 6, 5), 4), NormCase((3, 17, 11, 9), 17)])
-@pytest.mark.covering(1, cpu=2)
+@pytest.mark.covering(1)
 def test_an_image_has_the_same_bits_whatever_its_batch(case, activation, dtype, backend):
     inputs = norm_inputs(case, dtype, ("scale", "shift"))
     call = partial(case.norm_act, activation=activation)
@@ -226,14 +209,6 @@ def test_an_image_has_the_same_bits_whatever_its_batch(case, activation, dtype, 
         found = evaluate(call, one, dy[i : i + 1])
         for name in ("y", *(f"d{n}" for n in per_image)):
             assert same_bits(found[name], whole[name][i : i + 1]), (name, i)
-
-
-@every_kernel
-def test_no_gradient_passes_where_a_pre_activation_rounds_to_zero(backend):
-    inputs = norm_inputs(GROUPS, torch.float16)
-    inputs["weight"], inputs["bias"] = torch.full((16,), 1e-9), torch.zeros(16)
-    results = evaluate(partial(GROUPS.norm_act, activation="relu"), inputs)
-    assert not any(results[name].any() for name in ("y", "dx", "dweight", "dbias"))
 
 
 @pytest.mark.backends("cpu", slow=("reference",))

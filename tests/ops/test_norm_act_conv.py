@@ -12,7 +12,6 @@ from preact_kernels.ops import dispatch
 from tests.cases import (
     ACTIVATIONS,
     INF,
-    MODULATIONS,
     NAN,
     NORM_CONV_CASES,
     Autocast,
@@ -22,7 +21,6 @@ from tests.cases import (
     every_activation,
     every_modulation,
     norm_conv_inputs,
-    recorded_calls,
 )
 from tests.oracle import assert_same_bits, check, evaluate
 
@@ -59,37 +57,15 @@ def test_convolutions_and_running_statistics(case, modulation, dtype):
 @pytest.mark.covering(1)
 @every_activation
 @pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("case", [GROUPS, BATCH], ids=["group", "batch"])
-def test_activations(case, kernel, activation, training_dtype):
-    case = case._replace(kernel=kernel, padding=kernel // 2)
-    problems = [norm_conv_inputs(case, training_dtype) for _ in range(4)]
-    check_unit(case, problems, activation)
-
-
-@on_kernels
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("kernel", [1, 3])
 @every_modulation
 @every_norm
-def test_each_modulation_of_each_norm(norm, modulation, kernel, training_dtype):
+def test_activations_and_modulations_of_each_norm(
+    norm, modulation, kernel, activation, training_dtype
+):
     case, arguments = NORMS[norm]
     case = case._replace(kernel=kernel, padding=kernel // 2)
     problems = [norm_conv_inputs(case, training_dtype, modulation) for _ in range(4)]
-    check_unit(case, problems, **arguments)
-
-
-@pytest.mark.backends("cpu")
-@every_norm
-def test_a_unit_says_whether_its_norm_has_rows(norm, backend, monkeypatch):
-    case, arguments = NORMS[norm]
-    for modulation in MODULATIONS.values():
-        inputs = norm_conv_inputs(case, modulation=modulation)
-        kernels = dispatch.kernels_for(inputs["x"])
-        with monkeypatch.context() as patch:
-            calls = recorded_calls(kernels, "norm_act_conv_forward", patch)
-            case.fused(**inputs, **arguments)
-        ((unit, given, _),) = calls
-        assert unit.has_rows == given.norm.has_rows == (case is not BATCH or bool(modulation))
+    check_unit(case, problems, activation, **arguments)
 
 
 @on_kernels
@@ -114,34 +90,14 @@ def mixed_inputs(case, x_dtype, residual_dtype):
     return inputs
 
 
-every_mixture = pytest.mark.parametrize("dtypes", MIXED, ids=str)
-
-
-@on_kernels
-@every_mixture
-def test_a_residual_of_another_dtype(dtypes, backend):
-    for name in ("3x3", "1d", "3d", "batch", "same_even"):
-        check_residual(name, *dtypes)
-
-
-def check_residual(name, x_dtype, residual_dtype):
-    case = NORM_CONV_CASES[name]
-    activation = "identity" if name == "batch" else "silu"  # one that triton fuses
-    fused, plain = (partial(f, activation=activation) for f in (case.fused, case.plain))
-    if x_dtype is None:
-        fused, plain = Autocast(function=fused), Autocast(function=plain)
-    problems = [mixed_inputs(case, x_dtype, residual_dtype) for _ in range(8)]
-    results = check(fused, plain, problems)
-    assert results["y"].dtype == torch.promote_types(x_dtype or HALF, residual_dtype)
-    assert results["dresidual"].dtype == residual_dtype
-
-
 @pytest.mark.backends("cpu", slow=("reference",))
-@every_mixture
-def test_a_residual_of_another_dtype_is_added_to_the_rounded_result(dtypes, backend):
-    names = "1x1", "1d", "3d", "channels_10_to_17"
+@pytest.mark.parametrize(("x_dtype", "residual_dtype"), MIXED, ids=str)
+def test_a_residual_of_another_dtype_is_added_to_the_rounded_result(
+    x_dtype, residual_dtype, backend
+):
+    names = "1x1", "1d", "3d", "channels_10_to_17", "batch", "same_even"
     for name, dropout in itertools.product(names, (0.0, 0.5)):
-        check_added_residual(name, dropout, *dtypes)
+        check_added_residual(name, dropout, x_dtype, residual_dtype)
 
 
 def check_added_residual(name, dropout, x_dtype, residual_dtype):
@@ -156,6 +112,7 @@ def check_added_residual(name, dropout, x_dtype, residual_dtype):
     found, expected = (
         evaluate(f if x_dtype else Autocast(function=f), inputs) for f in (call, apart)
     )
+    assert found["y"].dtype == torch.promote_types(x_dtype or HALF, residual_dtype)
     assert_same_bits(found, expected)
 
 
