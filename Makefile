@@ -338,5 +338,5 @@ gpu-report:
 
 clean:
 	@rm -rf build dist *.egg-info preact_kernels/*.so $(BUILD) $(CPU_BUILD) $(ARCHITECTURES)
-	@rm -rf .benchmarks .cache .hypothesis .pytest_cache .ruff_cache
+	@rm -rf .benchmarks .cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +

@@ -412,12 +412,12 @@ def _run_in_child(name: str, seed: int, indices: range, file) -> None:
     os._exit(1)
 
 
-def summary(name: str, seed: int, reports: Iterable[tuple[int, str, str]]) -> tuple[str, bool]:
-    """A table of the calls and the faults, each with the first call that has it; and if any."""
+def summary(name: str, seed: int, calls: int) -> tuple[str, bool]:
+    """Runs calls; returns a table of them and of faults, each with its first call, and if any."""
     counts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     faults: dict[tuple[str, str], list[int]] = {}
     with selected(name) as ops:
-        for index, outcome, fault in reports:
+        for index, outcome, fault in run_in_a_process(name, seed, range(calls)):
             op = ops[index % len(ops)].name
             counts[op].update([outcome, *["faults"] * bool(fault)])
             if fault:
@@ -449,11 +449,14 @@ def main() -> None:
         if reason:
             print(f"{name} is left out: {reason}")
             continue
-        indices = range(given.calls) if given.only is None else range(given.only, given.only + 1)
         if given.only is not None:
             with selected(name) as ops:
                 print(draw(name, ops, given.seed, given.only))
-        text, has_some = summary(name, given.seed, run_in_a_process(name, given.seed, indices))
+            for _, *found in run_in_a_process(name, given.seed, range(given.only, given.only + 1)):
+                print(*found)
+                has_faults |= bool(found[1])
+            continue
+        text, has_some = summary(name, given.seed, given.calls)
         print(text, flush=True)
         has_faults |= has_some
     sys.exit(has_faults)

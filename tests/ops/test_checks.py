@@ -1,6 +1,5 @@
 """Wrong arguments are named, with what was expected and given, before anything is written."""
 
-import contextlib
 import re
 from decimal import Decimal
 from functools import partial
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 import preact_kernels as pk
 from preact_kernels.kernels.contract import ACTIVATIONS
 from preact_kernels.modules.attributes import attributes
-from preact_kernels.ops import block_arguments, op_arguments
+from preact_kernels.ops import block_arguments
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import (
@@ -33,29 +32,151 @@ from tests.cases import (
     NormConvCase,
     conv_inputs,
     norm_conv_inputs,
-    norm_inputs,
     random_block,
     random_stage,
 )
 from tests.oracle import assert_same_bits, check, plain_copy
 
-CASE = ConvCase("typical", (2, 8, 5, 6), 12, padding=1, conv_bias=True, residual=True)
 FLOATS = "float32, float64, bfloat16 or float16"
 MULTIPLE = "out_channels to be a positive multiple of groups"
 PAIR = "an int or a pair of ints"
+ACTIVATION = "a name, or a name and its parameter"
+ACTIVATION_NAMES = ", ".join(map(repr, ACTIVATIONS))
 META = {"device": "meta"}
 WITHOUT_STATISTICS = {"running_var": None, "training": False}
-WEIGHT, META_WEIGHT = torch.ones(12, 8, 3, 3), torch.ones(12, 8, 3, 3, device="meta")
+X, WEIGHT, META_WEIGHT = torch.ones(2, 8, 5, 6), torch.ones(12, 8, 3, 3), torch.ones(12, **META)
+
+CASE = ConvCase("typical", (2, 8, 5, 6), 12, padding=1, conv_bias=True, residual=True)
+GROUPS = NormConvCase(NormCase(CASE.x, 4), 12, conv_bias=True, residual=True)
+OF_BATCH = {**conv_inputs(CASE), **CASE.conv, "training": True}
+OF_GROUPS = {**norm_conv_inputs(GROUPS), **GROUPS.conv, "num_groups": 4}
+OF_NORM = {name: OF_BATCH[f"bn_{name}"] for name in ("weight", "bias")} | {"x": X}
+# Valid arguments of each function. Others of the same checks: see `random_calls`.
+VALID = {
+    pk.bn_relu_conv2d: OF_BATCH,
+    pk.group_norm_act_conv: OF_GROUPS,
+    pk.bn_relu: {n: OF_BATCH[n] for n in ("x", "bn_weight", "bn_bias", "training")},
+    pk.batch_norm_act: OF_NORM | {"training": True},
+    pk.batch_norm_act_conv: OF_NORM | {"conv_weight": WEIGHT, "training": True},
+    pk.group_norm_act: OF_NORM | {"num_groups": 4},
+    pk.residual_add: {"x": X, "branch": X},
+}
 
 
-def wrong(error, name, value, expected, **others):
+def wrong(function, error, name, value, expected, **others):
     """The case of an argument that is refused, with what the message says is expected."""
     message = f"{name}: expected {expected}"
-    return pytest.param({name: value, **others}, error, message, id=message)
+    change = {name: value, **others}
+    return pytest.param(function, change, error, message, id=f"{function.__name__}, {message}")
 
 
-def refuses(*cases):
-    return pytest.mark.parametrize(("change", "error", "message"), cases)
+of_batch, of_groups = partial(wrong, pk.bn_relu_conv2d), partial(wrong, pk.group_norm_act_conv)
+WRONG = [
+    # The input.
+    of_batch(TypeError, "x", [1.0], "a torch.Tensor, got list"),
+    of_batch(TypeError, "x", X.long(), f"dtype {FLOATS}, got int64"),
+    of_batch(TypeError, "x", X.to_sparse(), "a strided tensor, got layout sparse"),
+    of_batch(ValueError, "x", X[0], "4 dimensions [N, C, H, W], got shape [8, 5, 6]"),
+    of_batch(ValueError, "x", X[:, :0], "at least 1 channel, got shape [2, 0, 5, 6]"),
+    of_batch(
+        ValueError,
+        "x",
+        X[:1, :, :1, :1],
+        "more than 1 value per channel when training, got input size torch.Size([1, 8, 1, 1])",
+    ),
+    of_batch(ValueError, "x", torch.ones(2, 8, 3, 9), "a padded height of at least 9", dilation=4),
+    of_groups(ValueError, "x", torch.ones(8), "2 to 5 dimensions [N, C, ...], got shape [8]"),
+    of_groups(ValueError, "x", X[..., 0, 0], "3 to 5 dimensions [N, C, ...], got shape [2, 8]"),
+    of_groups(ValueError, "x", X[:1, :, :1, :1], "more than 1 value per group", num_groups=8),
+    # The norm.
+    *(
+        of_batch(ValueError, n, torch.ones(7), "shape [8] to match the channels of x, got [7]")
+        for n in ("bn_weight", "bn_bias", "running_mean", "running_var")
+    ),
+    of_batch(ValueError, "bn_weight", torch.ones(8, 1), "shape [8] to match the channels of x"),
+    of_batch(TypeError, "bn_bias", 1.0, "a torch.Tensor, got float"),
+    of_batch(TypeError, "bn_bias", torch.ones(8).half(), "dtype float32 to match x, got float16"),
+    of_batch(ValueError, "bn_bias", torch.ones(8, **META), "device cpu to match x, got meta"),
+    of_batch(ValueError, "running_var", torch.ones(1).expand(8), "elements that share no memory"),
+    of_batch(ValueError, "running_var", torch.ones(8, requires_grad=True), "a tensor that requ"),
+    of_batch(TypeError, "running_mean", torch.zeros(8).half(), "dtype float32 to match x, got"),
+    of_batch(ValueError, "running_var", None, "a tensor beside the other running statistic, got"),
+    of_batch(ValueError, "running_mean", None, "a tensor beside the other running statistic, got"),
+    of_batch(ValueError, "running_mean", None, "a tensor in evaluation mode", **WITHOUT_STATISTICS),
+    of_batch(TypeError, "training", 1, "a bool, got int"),
+    of_batch(TypeError, "momentum", None, "a number, got NoneType"),
+    of_batch(ValueError, "momentum", NAN, "a number, got nan"),
+    of_batch(TypeError, "eps", "1e-5", "a number, got str"),
+    of_batch(ValueError, "eps", -1e-5, "at least 0, got -1e-05"),
+    of_batch(ValueError, "eps", 0.0, "a positive number when training, got 0"),
+    of_groups(ValueError, "eps", -1e-5, "at least 0, got -1e-05"),
+    of_groups(ValueError, "weight", torch.ones(4), "shape [8] to match the channels of x, got"),
+    of_groups(ValueError, "num_groups", 3, "a divisor of the channels 8 of x, got 3"),
+    of_groups(ValueError, "num_groups", 0, "at least 1, got 0"),
+    of_groups(TypeError, "num_groups", 4.0, "an int, got float"),
+    # The activation, scale and shift, dropout.
+    of_groups(ValueError, "activation", "swish", f"one of {ACTIVATION_NAMES}, got 'swish'"),
+    of_groups(TypeError, "activation", None, f"{ACTIVATION}, got NoneType"),
+    of_groups(TypeError, "activation", ("elu",), f"{ACTIVATION}, got tuple"),
+    of_groups(ValueError, "activation", ("silu", 2.0), "no parameter of 'silu', got 2.0"),
+    of_groups(TypeError, "activation", ("elu", "1"), "a number, got str"),
+    of_groups(ValueError, "activation", ("softplus", 0.0), "a finite number other than 0"),
+    *(
+        of_groups(ValueError, "scale", t, f"shape [2, 8] or [2, 8, 1, 1] to match x, got {shape}")
+        for shape in ([8], [1, 8], [2, 8, 5, 6], [2, 8, 1], [2, 1, 1, 1])
+        for t in (torch.ones(shape),)
+    ),
+    of_groups(TypeError, "scale", 1.0, "a torch.Tensor, got float"),
+    of_groups(TypeError, "shift", torch.ones(2, 8).half(), "dtype float32 to match x, got float16"),
+    of_groups(ValueError, "scale", torch.ones(2, 8, **META), "device cpu to match x, got meta"),
+    of_groups(ValueError, "dropout", 1.5, "a probability in [0, 1], got 1.5"),
+    of_groups(ValueError, "dropout", NAN, "a number, got nan"),
+    # The convolution.
+    of_batch(TypeError, "conv_weight", None, "a torch.Tensor, got NoneType"),
+    of_batch(ValueError, "conv_weight", WEIGHT[:, :4], "in_channels 8 to match x, got 4"),
+    of_batch(ValueError, "conv_weight", WEIGHT[..., 0, 0], "4 dimensions [out_channels, in"),
+    of_batch(TypeError, "conv_weight", WEIGHT.double(), "dtype float32 to match x, got float64"),
+    of_batch(ValueError, "conv_weight", META_WEIGHT, "device cpu to match x, got meta"),
+    of_batch(ValueError, "conv_weight", WEIGHT[:0], f"{MULTIPLE} 1, got 0"),
+    of_batch(ValueError, "conv_weight", WEIGHT[:6, :2], f"{MULTIPLE} 4, got 6", groups=4),
+    of_batch(ValueError, "conv_weight", WEIGHT[:, :, :0], "a kernel of at least 1x1, got [0, 3]"),
+    of_batch(ValueError, "conv_weight", WEIGHT, "in_channels 8 / 2 groups to match x", groups=2),
+    of_batch(ValueError, "groups", 0, "at least 1, got 0"),
+    of_batch(TypeError, "groups", 1.0, "an int, got float"),
+    of_batch(ValueError, "conv_bias", torch.ones(8), "shape [12] to match conv_weight, got [8]"),
+    of_batch(TypeError, "conv_bias", torch.ones(12).half(), "dtype float32 to match conv_weight"),
+    of_batch(ValueError, "conv_bias", torch.ones(12, **META), "device cpu to match x, got meta"),
+    of_batch(ValueError, "stride", (1, -2), "at least 1, got (1, -2)"),
+    of_batch(TypeError, "stride", 1.5, f"{PAIR}, got 1.5"),
+    of_batch(TypeError, "stride", (1, 1, 1), f"{PAIR}, got (1, 1, 1)"),
+    of_batch(TypeError, "stride", (1.0, 1.0), f"{PAIR}, got (1.0, 1.0)"),
+    of_batch(TypeError, "padding", (1, True), f"{PAIR}, got (1, True)"),
+    of_batch(ValueError, "dilation", (0, 1), "at least 1, got (0, 1)"),
+    of_batch(ValueError, "padding", -1, "at least 0, got -1"),
+    of_batch(ValueError, "padding", (1, 2**31), "less than 2**31, got (1, 2147483648)"),
+    of_batch(ValueError, "padding", "full", "'valid', 'same', an int or a pair, got 'full'"),
+    of_batch(ValueError, "padding", "same", "stride 1 beside 'same', got stride [2, 2]", stride=2),
+    of_batch(ValueError, "residual", X, "shape [2, 12, 5, 6] to match the output"),
+    of_batch(TypeError, "residual", 1.0, "a torch.Tensor, got float"),
+    of_batch(ValueError, "residual", META_WEIGHT, "device cpu to match x, got meta"),
+    # Other functions with the same checks.
+    wrong(pk.bn_relu, ValueError, "x", X[0], "4 dimensions [N, C, H, W], got shape [8, 5, 6]"),
+    *(
+        wrong(f, ValueError, "weight", torch.ones(4), "shape [8] to match the channels of x, got")
+        for f in (pk.batch_norm_act, pk.batch_norm_act_conv, pk.group_norm_act)
+    ),
+    *(
+        wrong(f, ValueError, "activation", "swish", f"one of {ACTIVATION_NAMES}, got 'swish'")
+        for f in (pk.batch_norm_act, pk.batch_norm_act_conv, pk.group_norm_act)
+    ),
+    wrong(pk.batch_norm_act, ValueError, "shift", torch.ones(8), "shape [2, 8] or [2, 8, 1, 1]"),
+    wrong(pk.batch_norm_act_conv, ValueError, "shift", X, "shape [2, 8] or [2, 8, 1, 1]"),
+    wrong(pk.batch_norm_act_conv, TypeError, "dropout", None, "a number, got NoneType"),
+    wrong(pk.residual_add, TypeError, "x", 1.0, "a torch.Tensor, got float"),
+    wrong(pk.residual_add, ValueError, "x", torch.ones(2, 3), "4 dimensions [N, C, H, W]"),
+    wrong(pk.residual_add, ValueError, "branch", X[..., :1], "shape [2, 8, 5, 6] to match"),
+    wrong(pk.residual_add, ValueError, "branch", X.to("meta"), "device cpu to match x, got meta"),
+]
 
 
 def assert_refused(error, message, function, buffers):
@@ -68,56 +189,14 @@ def assert_refused(error, message, function, buffers):
     assert_same_bits(buffers, before)
 
 
-def assert_op_refuses(op, arguments, error, message):
+@pytest.mark.parametrize(("function", "change", "error", "message"), WRONG)
+def test_a_function_names_what_is_wrong(function, change, error, message):
+    valid = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in VALID[function].items()}
+    function(**valid)  # what passes once is remembered
+    given = valid | change
     names = ("running_mean", "running_var")
-    buffers = {n: arguments[n] for n in names if isinstance(arguments[n], torch.Tensor)}
-    assert_refused(error, message, partial(op, **arguments), buffers)
-
-
-ONE_VALUE = wrong(
-    ValueError,
-    "x",
-    torch.randn(1, 8, 1, 1),
-    "more than 1 value per channel when training, got input size torch.Size([1, 8, 1, 1])",
-)
-
-
-@refuses(
-    ONE_VALUE,
-    wrong(TypeError, "x", [1.0], "a torch.Tensor, got list"),
-    wrong(TypeError, "x", torch.ones(2, 8, 5, 6).long(), f"dtype {FLOATS}, got int64"),
-    wrong(ValueError, "x", torch.randn(8, 5, 6), "4 dimensions [N, C, H, W], got shape [8, 5, 6]"),
-    wrong(ValueError, "x", torch.ones(2, 0, 5, 6), "at least 1 channel, got shape [2, 0, 5, 6]"),
-    wrong(
-        TypeError, "x", torch.ones(2, 8, 5, 6).to_sparse(), "a strided tensor, got layout sparse"
-    ),
-    wrong(ValueError, "running_var", torch.ones(1).expand(8), "elements that share no memory"),
-    wrong(
-        ValueError, "running_var", torch.ones(8, requires_grad=True), "a tensor that requires no"
-    ),
-    *(
-        wrong(ValueError, n, torch.ones(7), "shape [8] to match the channels of x, got [7]")
-        for n in ("bn_weight", "bn_bias", "running_mean", "running_var")
-    ),
-    wrong(ValueError, "bn_weight", torch.ones(8, 1), "shape [8] to match the channels of x, got"),
-    wrong(TypeError, "bn_bias", 1.0, "a torch.Tensor, got float"),
-    wrong(TypeError, "bn_bias", torch.ones(8).half(), "dtype float32 to match x, got float16"),
-    wrong(ValueError, "bn_bias", torch.ones(8, **META), "device cpu to match x, got meta"),
-    wrong(ValueError, "running_var", None, "a tensor beside the other running statistic, got"),
-    wrong(ValueError, "running_mean", None, "a tensor beside the other running statistic, got"),
-    wrong(ValueError, "running_mean", None, "a tensor in evaluation mode", **WITHOUT_STATISTICS),
-    wrong(TypeError, "training", 1, "a bool, got int"),
-    wrong(TypeError, "momentum", None, "a number, got NoneType"),
-    wrong(ValueError, "momentum", NAN, "a number, got nan"),
-    wrong(TypeError, "eps", "1e-5", "a number, got str"),
-    wrong(ValueError, "eps", -1e-5, "at least 0, got -1e-05"),
-    wrong(ValueError, "eps", 0.0, "a positive number when training, got 0"),
-    wrong(ValueError, "eps", NAN, "a number, got nan"),
-)
-def test_bn_relu_names_what_is_wrong(change, error, message):
-    names = ("x", "bn_weight", "bn_bias", "running_mean", "running_var")
-    inputs = {n: t for n, t in conv_inputs(CASE).items() if n in names}
-    assert_op_refuses(pk.bn_relu, {**inputs, "training": True, **change}, error, message)
+    buffers = {n: given[n] for n in names if isinstance(given.get(n), torch.Tensor)}
+    assert_refused(error, message, partial(function, **given), buffers)
 
 
 @pytest.mark.parametrize("name", ["x", "bn_weight", "running_var", "conv_weight"])
@@ -162,19 +241,6 @@ def test_a_weight_that_was_freed_before_the_backward_is_refused():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("offset", [0, 3])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_storage_holds_all_elements(memory_format, offset):
-    x = torch.randn(2, 3, 4, 5).contiguous(memory_format=memory_format)
-    x = torch.empty(x.numel() + offset).as_strided(x.shape, x.stride(), offset).copy_(x)
-    for difference, refuses in ((0, False), (-1, True)):
-        count = 4 * (x.numel() + offset)
-        x.untyped_storage().resize_(count + difference)
-        message = f"^x: expected a storage of {count} bytes, got {count - 1}"
-        with pytest.raises(ValueError, match=message) if refuses else contextlib.nullcontext():
-            pk.bn_relu(x, None, None, training=True)
-
-
 def test_symbolic_sizes_are_traced():
     """A tensor of symbolic sizes has a storage, and no count of bytes."""
     bn_relu = partial(pk.bn_relu, bn_weight=None, bn_bias=None, training=True)
@@ -183,151 +249,12 @@ def test_symbolic_sizes_are_traced():
     assert_same_bits({"y": traced(x)}, {"y": bn_relu(x)})
 
 
-@refuses(
-    wrong(TypeError, "eps", "1e-5", "a number, got str"),  # one of those of the batch norm
-    wrong(TypeError, "conv_weight", None, "a torch.Tensor, got NoneType"),
-    wrong(ValueError, "conv_weight", torch.ones(12, 4, 3, 3), "in_channels 8 to match x, got 4"),
-    wrong(ValueError, "conv_weight", torch.ones(12, 8), "4 dimensions [out_channels, in"),
-    wrong(TypeError, "conv_weight", WEIGHT.double(), "dtype float32 to match x, got float64"),
-    wrong(ValueError, "conv_weight", META_WEIGHT, "device cpu to match x, got meta"),
-    wrong(ValueError, "conv_weight", WEIGHT[:0], f"{MULTIPLE} 1, got 0"),
-    wrong(ValueError, "conv_weight", WEIGHT[:6, :2], f"{MULTIPLE} 4, got 6", groups=4),
-    wrong(ValueError, "conv_weight", WEIGHT[:, :, :0], "a kernel of at least 1x1, got [0, 3]"),
-    wrong(ValueError, "conv_weight", WEIGHT, "in_channels 8 / 2 groups to match x, got", groups=2),
-    wrong(ValueError, "groups", 0, "at least 1, got 0"),
-    wrong(TypeError, "groups", 1.0, "an int, got float"),
-    wrong(ValueError, "conv_bias", torch.ones(8), "shape [12] to match conv_weight, got [8]"),
-    wrong(TypeError, "conv_bias", torch.ones(12).half(), "dtype float32 to match conv_weight, got"),
-    wrong(ValueError, "conv_bias", torch.ones(12, **META), "device cpu to match x, got meta"),
-    wrong(ValueError, "stride", (1, -2), "at least 1, got (1, -2)"),
-    wrong(TypeError, "stride", 1.5, f"{PAIR}, got 1.5"),
-    wrong(TypeError, "stride", (1, 1, 1), f"{PAIR}, got (1, 1, 1)"),
-    wrong(TypeError, "stride", True, f"{PAIR}, got True"),
-    wrong(TypeError, "stride", (1.0, 1.0), f"{PAIR}, got (1.0, 1.0)"),
-    wrong(TypeError, "padding", (1, True), f"{PAIR}, got (1, True)"),
-    wrong(TypeError, "training", 1, "a bool, got int"),
-    wrong(TypeError, "momentum", None, "a number, got NoneType"),
-    wrong(TypeError, "running_mean", torch.zeros(8).half(), "dtype float32 to match x, got"),
-    wrong(ValueError, "running_var", None, "a tensor beside the other running statistic, got"),
-    wrong(ValueError, "dilation", (0, 1), "at least 1, got (0, 1)"),
-    wrong(ValueError, "padding", -1, "at least 0, got -1"),
-    wrong(ValueError, "padding", (1, 2**31), "less than 2**31, got (1, 2147483648)"),
-    wrong(ValueError, "padding", "full", "'valid', 'same', an int or a pair, got 'full'"),
-    wrong(ValueError, "padding", "same", "stride 1 beside 'same', got stride [2, 2]", stride=2),
-    wrong(ValueError, "x", torch.ones(2, 8, 3, 30), "a padded height of at least 9", dilation=4),
-    wrong(
-        ValueError, "residual", torch.ones(1, 12, 1, 1), "shape [2, 12, 5, 6] to match the output"
-    ),
-    wrong(TypeError, "residual", 1.0, "a torch.Tensor, got float"),
-    wrong(ValueError, "residual", META_WEIGHT, "device cpu to match x, got meta"),
-)
-def test_bn_relu_conv2d_names_what_is_wrong(change, error, message):
-    arguments = {**conv_inputs(CASE), **CASE.conv, "training": True}
-    pk.bn_relu_conv2d(**arguments)  # what passes once is remembered
-    assert_op_refuses(pk.bn_relu_conv2d, {**arguments, **change}, error, message)
-
-
-ACTIVATION_NAMES = ", ".join(map(repr, ACTIVATIONS))
-GROUPS = NormConvCase(NormCase((2, 8, 5, 6), 4), 12, conv_bias=True, residual=True)
-WRONG_SHAPES = [torch.ones(n) for n in ((8,), (1, 8), (2, 8, 5, 6), (2, 8, 1), (2, 1, 1, 1))]
-
-
-@refuses(
-    wrong(TypeError, "x", [1.0], "a torch.Tensor, got list"),
-    wrong(ValueError, "x", torch.ones(8), "2 to 5 dimensions [N, C, ...], got shape [8]"),
-    wrong(ValueError, "x", torch.ones(2, 0, 5, 6), "at least 1 channel, got shape [2, 0, 5, 6]"),
-    wrong(ValueError, "x", torch.ones(1, 8, 1, 1), "more than 1 value per group", num_groups=8),
-    wrong(ValueError, "num_groups", 3, "a divisor of the channels 8 of x, got 3"),
-    wrong(ValueError, "num_groups", 0, "at least 1, got 0"),
-    wrong(ValueError, "num_groups", -4, "at least 1, got -4"),
-    wrong(ValueError, "num_groups", 16, "a divisor of the channels 8 of x, got 16"),
-    wrong(TypeError, "num_groups", 4.0, "an int, got float"),
-    wrong(TypeError, "num_groups", None, "an int, got NoneType"),
-    wrong(ValueError, "activation", "swish", f"one of {ACTIVATION_NAMES}, got 'swish'"),
-    wrong(TypeError, "activation", None, "a name, or a name and its parameter, got NoneType"),
-    wrong(TypeError, "activation", F.silu, "a name, or a name and its parameter, got function"),
-    wrong(TypeError, "activation", ("elu",), "a name, or a name and its parameter, got tuple"),
-    wrong(ValueError, "activation", ("silu", 2.0), "no parameter of 'silu', got 2.0"),
-    wrong(TypeError, "activation", ("elu", "1"), "a number, got str"),
-    wrong(ValueError, "activation", ("elu", NAN), "a number, got nan"),
-    *(
-        wrong(ValueError, n, t, f"shape [2, 8] or [2, 8, 1, 1] to match x, got {list(t.shape)}")
-        for n, t in zip(("scale", "shift", "scale", "shift", "scale"), WRONG_SHAPES, strict=True)
-    ),
-    wrong(TypeError, "scale", 1.0, "a torch.Tensor, got float"),
-    wrong(TypeError, "shift", torch.ones(2, 8).half(), "dtype float32 to match x, got float16"),
-    wrong(ValueError, "scale", torch.ones(2, 8, **META), "device cpu to match x, got meta"),
-    wrong(ValueError, "weight", torch.ones(4), "shape [8] to match the channels of x, got [4]"),
-    wrong(TypeError, "weight", torch.ones(8).double(), "dtype float32 to match x, got float64"),
-    wrong(TypeError, "bias", 1.0, "a torch.Tensor, got float"),
-    wrong(ValueError, "eps", -1e-5, "at least 0, got -1e-05"),
-    wrong(TypeError, "eps", "1e-5", "a number, got str"),
-)
-def test_group_norm_act_names_what_is_wrong(change, error, message):
-    inputs = {**norm_inputs(GROUPS.norm), "num_groups": 4}
-    pk.group_norm_act(**inputs)
-    assert_refused(error, message, lambda: pk.group_norm_act(**{**inputs, **change}), {})
-
-
-@refuses(
-    wrong(ValueError, "num_groups", 3, "a divisor of the channels 8 of x, got 3"),
-    wrong(ValueError, "activation", "swish", f"one of {ACTIVATION_NAMES}, got 'swish'"),
-    wrong(ValueError, "scale", WRONG_SHAPES[0], "shape [2, 8] or [2, 8, 1, 1] to match x, got [8]"),
-    wrong(ValueError, "weight", torch.ones(4), "shape [8] to match the channels of x, got [4]"),
-    wrong(ValueError, "dropout", 1.5, "a probability in [0, 1], got 1.5"),
-    wrong(ValueError, "dropout", -0.1, "a probability in [0, 1], got -0.1"),
-    wrong(ValueError, "dropout", NAN, "a number, got nan"),
-    wrong(TypeError, "dropout", None, "a number, got NoneType"),
-    wrong(TypeError, "conv_weight", None, "a torch.Tensor, got NoneType"),
-    wrong(ValueError, "conv_weight", torch.ones(12, 8, 3), "4 dimensions [out_channels, in"),
-    wrong(ValueError, "conv_weight", torch.ones(12, 4, 3, 3), "in_channels 8 to match x, got 4"),
-    wrong(ValueError, "conv_bias", torch.ones(8), "shape [12] to match conv_weight, got [8]"),
-    wrong(ValueError, "residual", torch.ones(1, 12, 1, 1), "shape [2, 12, 5, 6] to match the outp"),
-    wrong(TypeError, "stride", (1, 1, 1), f"{PAIR}, got (1, 1, 1)"),
-    wrong(ValueError, "x", torch.ones(2, 8), "3 to 5 dimensions [N, C, ...], got shape [2, 8]"),
-)
-def test_group_norm_act_conv_names_what_is_wrong(change, error, message):
-    inputs = {**norm_conv_inputs(GROUPS), **GROUPS.conv, "num_groups": 4}
-    pk.group_norm_act_conv(**inputs)
-    assert_refused(error, message, lambda: pk.group_norm_act_conv(**{**inputs, **change}), {})
-
-
-@refuses(
-    ONE_VALUE,
-    wrong(TypeError, "training", 1, "a bool, got int"),
-    wrong(ValueError, "running_var", None, "a tensor beside the other running statistic, got"),
-    wrong(ValueError, "activation", "swish", f"one of {ACTIVATION_NAMES}, got 'swish'"),
-    wrong(ValueError, "shift", WRONG_SHAPES[1], "shape [2, 8] or [2, 8, 1, 1] to match x, got [1"),
-    wrong(ValueError, "weight", torch.ones(4), "shape [8] to match the channels of x, got [4]"),
-    wrong(ValueError, "eps", 0.0, "a positive number when training, got 0"),
-)
-def test_batch_norm_act_names_what_is_wrong(change, error, message):
-    case = GROUPS._replace(norm=NormCase((2, 8, 5, 6)))
-    inputs = {**norm_conv_inputs(case), **case.conv, "training": True}
-    assert_op_refuses(pk.batch_norm_act_conv, {**inputs, **change}, error, message)
-    for name in ("conv_weight", "conv_bias", "residual", *case.conv):
-        del inputs[name]
-    assert_op_refuses(pk.batch_norm_act, {**inputs, **change}, error, message)
-
-
 @pytest.mark.parametrize(("dims", "expected"), [(3, "an int or a tuple of one"), (5, "three ints")])
 def test_a_stride_of_other_dimensions_is_refused(dims, expected):
     case = GROUPS._replace(norm=NormCase((2, 8, 5, 6, 7)[:dims], 4), residual=False)
     inputs = {**norm_conv_inputs(case), **case.conv, "num_groups": 4, "stride": (1, 1)}
     with pytest.raises(TypeError, match=rf"stride: expected .*{expected}, got \(1, 1\)"):
         pk.group_norm_act_conv(**inputs)
-
-
-@refuses(
-    wrong(TypeError, "x", 1.0, "a torch.Tensor, got float"),
-    wrong(TypeError, "branch", None, "a torch.Tensor, got NoneType"),
-    wrong(ValueError, "x", torch.ones(2, 3), "4 dimensions [N, C, H, W]"),
-    wrong(ValueError, "branch", torch.ones(2, 3, 1, 1), "shape [2, 3, 4, 5] to match"),
-    wrong(ValueError, "branch", torch.ones(2, 3, 4, 5, **META), "device cpu to match x, got meta"),
-)
-def test_residual_add_names_what_is_wrong(change, error, message):
-    inputs = {"x": torch.ones(2, 3, 4, 5), "branch": torch.ones(2, 3, 4, 5), **change}
-    assert_refused(error, message, lambda: pk.residual_add(**inputs), {})
 
 
 MODULES = {
@@ -357,66 +284,36 @@ def test_modules_refuse_a_wrong_input_and_keep_their_statistics(module):
         assert_refused(error, "expected", lambda x=x: module(x), dict(module.named_buffers()))
 
 
-def changed(block, child, **attributes):
-    for name, value in attributes.items():
-        setattr(block.get_submodule(child), name, value)
-    return block
+def conv_of_block(channels):
+    return nn.Conv2d(8, channels, 3, 1, 1, bias=False)
 
 
-BLOCKS = {
-    "channels_of_a_batch_norm": (
-        lambda block: changed(block, "", bn2=nn.BatchNorm2d(4)),
+# What is changed of a block of 8 channels, to which value, and the error of its next call.
+BLOCKS = (
+    (
+        "bn2",
+        nn.BatchNorm2d(4),
         ValueError,
-        "x: expected 4 channels to match the block's batch norm, got 8",
+        "x: expected 4 channels to match the block's batch norm",
     ),
-    "dtype_of_a_batch_norm": (
-        lambda block: changed(block, "", bn2=nn.BatchNorm2d(8).double()),
-        TypeError,
-        "bn_weight: expected dtype float32 to match x, got float64",
-    ),
-    "channels_of_the_branch": (
-        lambda block: changed(block, "", conv2=nn.Conv2d(8, 4, 3, 1, 1, bias=False)),
-        ValueError,
-        "x: expected a shortcut of shape [2, 4, 8, 6], got [2, 8, 8, 6]",
-    ),
-    "branch_of_one_pixel": (  # which PyTorch broadcasts
-        lambda block: changed(block, "conv1", stride=(8, 8)),
-        ValueError,
-        "x: expected a shortcut of shape [2, 8, 1, 1], got [2, 8, 8, 6]",
-    ),
-    "kernel_larger_than_the_image": (
-        lambda block: changed(block, "conv1", dilation=(5, 5)),
-        ValueError,
-        "x: expected a padded height of at least 11 for the kernel, got 10",
-    ),
-    "dtype_of_a_convolution": (
-        lambda block: changed(block, "", conv2=nn.Conv2d(8, 8, 3, 1, 1, bias=False).double()),
-        TypeError,
-        "conv_weight: expected dtype float32 to match x, got float64",
-    ),
-    "eps_is_zero": (
-        lambda block: changed(block, "bn2", eps=0.0),
-        ValueError,
-        "eps: expected a positive number when training, got 0",
-    ),
-    "momentum_is_nan": (
-        lambda block: changed(block, "bn2", momentum=NAN),
-        ValueError,
-        "momentum: expected a number, got nan",
-    ),
-    "momentum_is_a_string": (
-        lambda block: changed(block, "bn2", momentum="0.1"),
-        TypeError,
-        "momentum: expected a number, got str",
-    ),
-}
+    ("bn2", nn.BatchNorm2d(8).double(), TypeError, "bn_weight: expected dtype float32 to match x"),
+    ("conv2", conv_of_block(4), ValueError, "x: expected a shortcut of shape [2, 4, 8, 6]"),
+    ("conv2", conv_of_block(8).double(), TypeError, "conv_weight: expected dtype float32 to match"),
+    # PyTorch broadcasts a branch of one pixel.
+    ("conv1.stride", (8, 8), ValueError, "x: expected a shortcut of shape [2, 8, 1, 1], got [2, 8"),
+    ("conv1.dilation", (5, 5), ValueError, "x: expected a padded height of at least 11 for the k"),
+    ("bn2.eps", 0.0, ValueError, "eps: expected a positive number when training, got 0"),
+    ("bn2.momentum", NAN, ValueError, "momentum: expected a number, got nan"),
+    ("bn2.momentum", "0.1", TypeError, "momentum: expected a number, got str"),
+)
 
 
-@pytest.mark.parametrize(("change", "error", "message"), BLOCKS.values(), ids=BLOCKS)
-def test_a_block_names_what_was_made_wrong_of_it(change, error, message):
+@pytest.mark.parametrize(("name", "value", "error", "message"), BLOCKS)
+def test_a_block_names_what_was_made_wrong_of_it(name, value, error, message):
     block, x = random_block("basic", 8, 8), torch.randn(2, 8, 8, 6)
     block(x)  # what passes once is remembered
-    block = change(block)
+    child, _, attribute = name.rpartition(".")
+    setattr(block.get_submodule(child), attribute, value)
     assert_refused(error, message, lambda: block(x), dict(block.named_buffers()))
 
 
@@ -562,19 +459,6 @@ def test_results_of_checks_do_not_fill_the_memory():
         assert passed.add(key, "result") == "result"
         assert passed.get(key) == "result"
         assert len(passed) <= Passed.MOST
-
-
-def test_what_passed_the_checks_of_a_registered_op_is_not_checked_again(monkeypatch):
-    checked = []
-    monkeypatch.setattr(op_arguments, "_passed", Passed())
-    monkeypatch.setattr(op_arguments, "_check", lambda op, given: checked.append(given["dtype"]))
-    x, norm, weight = torch.randn(2, 8, 5, 6), [torch.ones(8)] * 4, torch.ones(12, 8, 3, 3)
-    op = torch.ops.preact_kernels.norm_act_conv_forward
-    for dtype in (torch.float32, torch.float32, torch.float64):
-        of_conv = (weight, [1, 1], [1, 1], [1, 1], 1, None, None, False)
-        with contextlib.suppress(RuntimeError):  # float64 is refused below the checks
-            op(x, *norm, 1e-5, "relu", 0.0, *of_conv, dtype)
-    assert checked == [torch.float32, torch.float64]
 
 
 KERNELS = backends.select("auto", "cpu", torch.float32)
