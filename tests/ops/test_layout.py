@@ -9,7 +9,6 @@ import torch
 import preact_kernels as pk
 from preact_kernels.kernels import layout as layout_of
 from tests.cases import (
-    MODULATIONS,
     ConvCase,
     NormCase,
     NormConvCase,
@@ -124,9 +123,9 @@ def test_strides_of_the_inputs_change_no_bit(layout, fused, plain, inputs, backe
 @pytest.mark.backends("cpu", "triton", "cuda")  # whose kernels read weights of any strides
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("name", ["channels_last", "transposed_image", "every_other_channel"])
+@pytest.mark.parametrize("name", ["channels_last", "every_other_channel"])
 def test_strides_of_the_weight_change_no_bit(name, kernel, backend):
-    case = CASE._replace(kernel=kernel, padding=kernel // 2)
+    case = CASE._replace(x=(1, 16, 3, 4), kernel=kernel, padding=kernel // 2)
     inputs, call = conv_inputs(case), partial(pk.bn_relu_conv2d, training=True, **case.conv)
     expected = evaluate(call, inputs)
     assert_same_bits(evaluate(with_layout(call, LAYOUTS[name], "conv_weight"), inputs), expected)
@@ -161,24 +160,8 @@ def memory_formats(t):
 both_formats = pytest.mark.parametrize("format", ["contiguous", "channels_last"])
 
 
-@pytest.mark.parametrize(
-    "size", [SHAPE, (3, 16, 1, 1), (1, 16, 6, 5), (3, 1, 6, 5), (1, 1, 1, 1), (2, 1, 1, 4)], ids=str
-)
-def test_outputs_have_the_memory_format_of_eager(size, backend):
-    for name, layout in LAYOUTS.items():
-        norm = batch_norm_inputs(size)
-        norm |= {"x": layout(norm["x"]), "training": False}
-        y, expected = pk.bn_relu(**norm), plain_bn_relu(**norm)
-        assert memory_formats(y) == memory_formats(expected), name
-        for format, kernel in itertools.product(("contiguous", "channels_last"), (1, 3)):
-            weight = LAYOUTS[format](torch.randn(8, size[1], kernel, kernel))
-            inputs = norm | {"conv_weight": weight, "padding": kernel // 2}
-            y, expected = pk.bn_relu_conv2d(**inputs), plain_bn_relu_conv2d(**inputs)
-            assert memory_formats(y) == memory_formats(expected), (name, format, kernel)
-
-
 def strides(t):
-    """Of the axes of more than one element."""
+    """The strides of the axes of more than one element."""
     return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
 
 
@@ -188,14 +171,14 @@ OTHER_LAYOUTS = {
         t.contiguous(memory_format=torch.channels_last_3d) if t.dim() == 5 else t
     ),
 }
-OTHER_SIZES = (SHAPE, (3, 16, 1, 1), (1, 16, 6, 5), (3, 1, 6, 5), (4, 16), (3, 16, 7), (3, 16, 1))
-OTHER_SIZES += ((2, 16, 3, 4, 5), (2, 16, 1, 1, 1), (2, 1, 3, 4, 5))
+SIZES = (SHAPE, (3, 16, 1, 1), (1, 16, 6, 5), (3, 1, 6, 5), (4, 16), (3, 16, 7), (3, 16, 1))
+SIZES += ((2, 16, 3, 4, 5), (2, 16, 1, 1, 1), (2, 1, 3, 4, 5))
 
 
-@pytest.mark.parametrize("size", OTHER_SIZES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
 def test_outputs_of_any_norm_have_the_strides_of_eager(size, backend):
-    kinds = itertools.product((1, None), OTHER_LAYOUTS, MODULATIONS.values())
-    for num_groups, name, modulation in kinds:
+    modulations = (), ("scale", "shift")
+    for num_groups, name, modulation in itertools.product((1, None), OTHER_LAYOUTS, modulations):
         case = NormConvCase(NormCase(size, num_groups), 8)
         if len(size) != 4 and name not in ("contiguous", "channels_last_3d"):
             continue

@@ -173,21 +173,12 @@ def short_stage(kind, **options):
 def test_a_wide_residual_stream_beside_half_precision(options, half, kind, frozen, backend):
     stage = in_dtype(short_stage(kind, residual_dtype=torch.float32, **options), half)
     names = [n for n, _ in stage.named_parameters() if frozen in n]
-    # Large images: a ReLU that rounding turns on or off is then a small part of each sum.
-    # With four problems a gradient was 2.04 times as far off as eager's by chance.
+    # In large images, a ReLU that rounding turns on or off is a small part of each sum. Of four
+    # problems a gradient was 2.04 times as far off as eager's by chance.
     problems = [{"x": torch.randn(6, 10, 16, 16).to(half)} for _ in range(8)]
     results = check(stage, plain_copy(stage), problems, frozen=names)
     assert results["y"].dtype == torch.float32
     assert results["dx"].dtype == half
-
-
-@on_cpu
-@modes("store", "checkpoint")
-def test_a_wide_residual_stream_beside_batch_norms_in_half_precision(options, backend):
-    stage = short_stage("basic", residual_dtype=torch.float32, **options).bfloat16()
-    results = check(stage, plain_copy(stage), [{"x": images(torch.bfloat16)} for _ in range(8)])
-    assert results["y"].dtype == torch.float32
-    assert results["0.bn1.running_mean"].dtype == torch.bfloat16
 
 
 @on_cpu
@@ -210,6 +201,7 @@ def test_a_network_with_a_wide_stream_gives_logits_in_the_dtype_of_its_weights(
     logits[0].float().square().sum().backward()
     assert all(p.grad.isfinite().all() for p in network.parameters())
     assert network.norm.bn.num_batches_tracked == int(training)
+    assert network.norm.bn.running_mean.dtype == (half if has_half_norms else torch.float32)
 
 
 @pytest.mark.backends("cpu")
@@ -313,20 +305,3 @@ def test_a_mode_is_checked_again_when_it_was_set():
     stage.memory = "chekpoint"
     with pytest.raises(ValueError, match=r"memory: expected 'store' or .*, got 'chekpoint'"):
         stage(images(channels=32))
-
-
-@on_cpu
-@pytest.mark.covering(1)
-@modes("store", "anchors", "checkpoint")
-def test_modes_take_part_in_one_network(options, wide_dtype):
-    """Stages of different modes behind one another, and a norm that keeps the last output."""
-    stages = random_stage("basic", memory="rebuild"), bare_stage("basic", 3, 6, **options)
-    model = in_dtype(Called(*stages, pk.BNReLU2d(6)), wide_dtype)
-    check(model, plain_copy(model), [{"x": images(wide_dtype)} for _ in range(2)])
-
-
-class Called(torch.nn.Sequential):
-    """A sequence whose argument is called x."""
-
-    def forward(self, x):
-        return super().forward(x)

@@ -25,33 +25,27 @@ def images(channels=3):
 
 
 NETWORKS = {
-    "bottleneck": lambda: pk.preact_resnet(47),
-    "basic": lambda: pk.preact_resnet(26),
+    "bottleneck": lambda: pk.preact_resnet(29),
     "imagenet": lambda: pk.preact_resnet(18, variant="imagenet"),
     "evaluation": lambda: pk.preact_resnet(29).eval(),
     "wide_stream": lambda: in_bfloat16(pk.preact_resnet(47, residual_dtype=FLOAT)),
     "bfloat16": lambda: in_bfloat16(pk.preact_resnet(47)),
-    "cumulative_average": lambda: with_momentum(pk.preact_resnet(20), None),
     "frozen": lambda: pk.preact_resnet(29).requires_grad_(False),
     "frozen_stem": lambda: frozen_stem(pk.preact_resnet(29)),
     "stage": random_stage,
-    "stage_alone_in_a_module": lambda: nn.Sequential(random_stage(), nn.ReLU()),
     "before_a_batch_norm": lambda: nn.Sequential(random_stage(), nn.BatchNorm2d(24)),
     "before_a_convolution": lambda: nn.Sequential(random_stage(), nn.Conv2d(24, 4, 1)),
-    "frozen_blocks": lambda: frozen_blocks(pk.preact_resnet(47)),
     "frozen_blocks_beside_a_head": lambda: Headed(frozen_blocks(pk.preact_resnet(47))),
     "frozen_stage_beside_a_head": lambda: Headed(frozen_stage(pk.preact_resnet(29))),
     "frozen_units": lambda: frozen_units(pk.preact_resnet(29)),
     "without_affine_parameters": lambda: without_affine_parameters(pk.preact_resnet(29)),
     "half_precision_norms": lambda: pk.preact_resnet(47).bfloat16(),
-    "half_precision_norms_of_both_modes": lambda: of_both_modes(pk.preact_resnet(29).bfloat16()),
     "half_precision_norms_and_frozen_blocks": lambda: frozen_blocks(wide_stream(47)).eval(),
     "without_gradients": lambda: WithoutGradients(),
     "a_block_used_twice": lambda: block_used_twice(),
     "hooked": lambda: hooked(pk.preact_resnet(29)),
     "autocast_with_a_wide_stream": lambda: Autocast(pk.preact_resnet(29, residual_dtype=FLOAT)),
     "converted": lambda: converted(),
-    "converted_in_evaluation_mode": lambda: converted().eval(),
     "converted_half_precision": lambda: converted().bfloat16(),
     "converted_under_autocast": lambda: Autocast(converted()),
 }
@@ -64,13 +58,6 @@ def wide_stream(depth):
 def in_bfloat16(model):
     model.fc.bfloat16()
     return in_dtype(model, torch.bfloat16)
-
-
-def with_momentum(model, momentum):
-    for m in model.modules():
-        if isinstance(m, nn.BatchNorm2d):
-            m.momentum = momentum
-    return model
 
 
 def frozen_stem(model):
@@ -99,11 +86,6 @@ def without_affine_parameters(model):
     for m in model.modules():
         if isinstance(m, nn.BatchNorm2d):
             m.weight = m.bias = None
-    return model
-
-
-def of_both_modes(model):
-    model.eval().stages[1][1].train()
     return model
 
 

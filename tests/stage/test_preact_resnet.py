@@ -13,23 +13,17 @@ WIDE_STEM = {"variant": "cifar-wide-stem"}
 on_cpu = pytest.mark.backends("cpu", slow=("reference", "triton", "cuda"))
 # depth, options, blocks of each stage, parameters in millions
 NETWORKS = (
-    (20, {}, (3, 3, 3), None),
-    (47, {}, (5, 5, 5), None),
     (110, {}, (18, 18, 18), 1.7),
     (110, {"block": "bottleneck"}, (12, 12, 12), 1.15),
     (164, {}, (18, 18, 18), 1.7),
-    (164, {"block": "basic"}, (27, 27, 27), 2.6),
-    (1001, {}, (111, 111, 111), 10.3),
     (28, {"width": 10}, (4, 4, 4), 36.5),
     (18, IMAGENET, (2, 2, 2, 2), 11.7),
     (34, IMAGENET, (3, 4, 6, 3), 21.8),
-    (50, IMAGENET, (3, 4, 6, 3), 25.5),
     (101, IMAGENET, (3, 4, 23, 3), 44.5),
     (152, IMAGENET, (3, 8, 36, 3), 60.2),
     (200, IMAGENET, (3, 24, 36, 3), 64.7),
     (50, {**IMAGENET, "groups": 32, "base_width": 4}, (3, 4, 6, 3), 25.0),
     (18, WIDE_STEM, (2, 2, 2, 2), 11.2),
-    (152, WIDE_STEM, (3, 8, 36, 3), 58.1),
 )
 
 
@@ -42,10 +36,7 @@ def network_on_meta(*args, **options):
 def test_blocks_parameters_and_convolutions(depth, options, counts, millions):
     network = network_on_meta(depth, **options)
     assert tuple(len(stage) for stage in network.stages) == counts
-    if millions is not None:
-        assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(
-            millions, abs=0.06
-        )
+    assert sum(p.numel() for p in network.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
     convolutions = [
         name
         for name, module in network.named_modules()
@@ -59,7 +50,6 @@ def test_blocks_parameters_and_convolutions(depth, options, counts, millions):
     ("depth", "options", "sizes"),
     [
         (29, {}, [(64, 32), (128, 16), (256, 8)]),
-        (20, {}, [(16, 32), (32, 16), (64, 8)]),
         (16, {"width": 2}, [(32, 32), (64, 16), (128, 8)]),
         (50, {"variant": "imagenet"}, [(256, 8), (512, 4), (1024, 2), (2048, 1)]),
         (18, WIDE_STEM, [(64, 32), (128, 16), (256, 8), (512, 4)]),
@@ -160,10 +150,7 @@ def test_logits_and_all_gradients_equal_the_plain_network(depth, memory, wide_dt
 @on_cpu
 @pytest.mark.parametrize(
     ("depth", "options", "size"),
-    [
-        (29, {"groups": 4, "base_width": 32}, 8),
-        (18, {"variant": "imagenet"}, 48),
-    ],
+    [(29, {"groups": 4, "base_width": 32}, 8), (18, {"variant": "imagenet"}, 33)],
 )
 def test_other_networks_equal_the_plain_ones(depth, options, size, backend):
     network = pk.preact_resnet(depth, **options)

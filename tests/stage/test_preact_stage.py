@@ -10,7 +10,6 @@ import preact_kernels as pk
 from preact_kernels.kernels import cpu
 from preact_kernels.ops import dispatch as backends
 from tests.cases import (
-    Repeated,
     device_of,
     in_dtype,
     random_block,
@@ -46,7 +45,7 @@ def in_mode(stage, memory="store", segments=None, anchor_every=None):
 
 
 @on_cpu
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("memory", [*MODES, *PARTS], ids=str)
 @every_kind
 @both_modes
@@ -100,18 +99,14 @@ def frozen_names(stage, pattern):
     "frozen",
     [
         r"0\.",
-        r"x|0\.",
         r"x|[01]\.",
-        r"2\.",
         r"x|3\.",
         ".*conv",
         "x|.*bn",
         "x|.*shortcut",
-        ".*weight",
         "(?!0.conv1.weight)",  # all others
         "(?!1.shortcut.weight)",
         "(?!2.bn1.bias)",
-        "(?!3.bn3.weight)",
     ],
 )
 def test_frozen_parameters_get_no_gradient_and_change_no_other(memory, frozen, backend):
@@ -145,17 +140,6 @@ def count_calls(backend, name, monkeypatch):
     return recorded_calls(kernels, name, monkeypatch)
 
 
-@pytest.mark.backends("cpu")
-@every_mode
-def test_no_grad_gives_the_bits_of_a_recorded_forward(memory, backend):
-    stage, x = random_stage(**memory), images()
-    expected = evaluate(stage, {"x": x})["y"]
-    with torch.no_grad():
-        y = stage(x)
-    assert not y.requires_grad
-    assert torch.equal(y, expected)
-
-
 @on_cpu
 @every_mode
 def test_frozen_batch_norms_among_training_ones(memory, backend):
@@ -165,17 +149,6 @@ def test_frozen_batch_norms_among_training_ones(memory, backend):
     results = check(stage, plain_copy(stage), {"x": images()})
     counted = [results[f"{n}.num_batches_tracked"] for n in ("1.bn1", "2.bn1", "2.bn2", "3.bn1")]
     assert counted == [0, 1, 0, 1]
-
-
-@pytest.mark.backends("cpu")
-@pytest.mark.parametrize("momentum", [None, 0.3])
-def test_running_statistics_follow_several_batches(momentum, backend):
-    stage = random_stage(memory="checkpoint")
-    for module in stage.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.momentum = momentum
-    results = check(Repeated(stage), Repeated(plain_copy(stage)), {"x": torch.randn(3, 10, 7, 15)})
-    assert results["module.3.bn2.num_batches_tracked"] == 3
 
 
 @pytest.mark.backends("cpu")
