@@ -140,7 +140,7 @@ def assert_same_bits(results: Results, expected: Results) -> None:
 
 
 def weight_gradient_inside_the_image(activation: Tensor, dy: Tensor) -> Tensor:
-    """Of a 3x3 convolution: no tap reads a pixel of the padding."""
+    """The weight's gradient of a 3x3 convolution in which no tap reads the padding."""
     height, width = dy.shape[2:]
     gradient = dy.new_empty(dy.shape[1], activation.shape[1], 3, 3)
     for r, s in itertools.product(range(3), repeat=2):

@@ -20,7 +20,6 @@ from tests.cases import (
     INF,
     NAN,
     ConvCase,
-    PlainBNReLUConv2d,
     conv2d_inside_the_image,
     conv_inputs,
     enough,
@@ -371,6 +370,19 @@ def test_infinity_in_a_pixel_that_no_output_reads_spreads_as_in_eager(
     inputs = conv_inputs(case)
     inputs["x"][0, 3, stride - padding - 1, 1] = INF
     assert_finite_as_in_eager(inputs, training=training, **case.conv)
+
+
+class PlainBNReLUConv2d(nn.Module):
+    """The expression that `pk.BNReLUConv2d` equals."""
+
+    def __init__(self, bn, conv):
+        super().__init__()
+        self.bn, self.conv = bn, conv
+        self.training = bn.training
+
+    def forward(self, x, residual=None):
+        y = self.conv(F.relu(self.bn(x)))
+        return y if residual is None else y + residual
 
 
 MODULES = {

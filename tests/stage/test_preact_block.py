@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import preact_kernels as pk
-from tests.cases import in_dtype, random_block, written_out_block
+from tests.cases import in_dtype, random_block
 from tests.oracle import assert_same_bits, check, plain_copy, same_bits
 
 BLOCKS = {
@@ -33,6 +34,19 @@ def test_equals_its_children_called_in_turn(block, training, training_dtype):
     count = 8 if training_dtype == torch.bfloat16 else 3
     inputs = [{"x": torch.randn(3, block[1], 7, 6).to(training_dtype)} for _ in range(count)]
     check(module, plain_copy(module), inputs)
+
+
+def written_out_block(block, x):
+    """The residual block of the paper, from the tensors of `block`."""
+    h = shortcut = x
+    for index in range(1, 4 if hasattr(block, "conv3") else 3):
+        bn, conv = getattr(block, f"bn{index}"), getattr(block, f"conv{index}")
+        norm = (bn.running_mean, bn.running_var, bn.weight, bn.bias)
+        a = F.relu(F.batch_norm(h, *norm, bn.training, bn.momentum, bn.eps))
+        if index == 1 and hasattr(block, "shortcut"):
+            shortcut = F.conv2d(a, block.shortcut.weight, None, block.shortcut.stride)
+        h = F.conv2d(a, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return shortcut + h
 
 
 @pytest.mark.covering(1)
