@@ -1,11 +1,7 @@
-"""Arguments of ops and public functions by name: valid ones, and damaged ones.
-
-A parameter's name says what it is in every op: see `kernels/contract.py`.
-"""
+"""Valid and damaged arguments of ops and public functions, by the names of `contract.py`."""
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from random import Random
 from typing import Any
 
@@ -423,23 +419,18 @@ def damage(rng: Random, arguments: dict[str, Any], count: int, has_huge: bool) -
 
 
 def described(value: Any) -> str:
-    """An argument, without its values."""
+    """Text for an argument: the metadata of tensors, and values of anything else."""
     if isinstance(value, Tensor):
         kind = "" if type(value) is Tensor else f"{type(value).__name__} "
         parts = [f"{kind}{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"]
-        if value.layout == torch.strided and not value.is_quantized:
-            parts.append(f"strides {[*value.stride()]}")
-            if value.storage_offset():
-                parts.append(f"offset {value.storage_offset()}")
-            if value.device.type == "cpu":
-                parts.append(f"of {value.untyped_storage().nbytes()} bytes")
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            parts.append(f"{value.layout}, {value.device.type}")
         else:
-            parts.append("quantized" if value.is_quantized else str(value.layout))
-        parts += ["meta"] * value.is_meta + ["negated"] * value.is_neg()
-        parts += ["conjugate"] * value.is_conj() + ["requires_grad"] * value.requires_grad
+            parts.append(f"strides {[*value.stride()]}, offset {value.storage_offset()}")
+            parts.append(f"{value.untyped_storage().nbytes()} bytes")
+        parts += ["negated"] * value.is_neg() + ["conjugate"] * value.is_conj()
+        parts += ["requires_grad"] * value.requires_grad
         return f"<{', '.join(parts)}>"
     if isinstance(value, list) and tensors_in(value):
-        runs = [(text, len([*same])) for text, same in groupby(map(described, value))]
-        return f"[{', '.join(f'{n} x {text}' if n > 1 else text for text, n in runs)}]"
-    text = repr(value)
-    return text if len(text) < 100 else f"{text[:100]}..."
+        return f"[{', '.join(map(described, value))}]"
+    return repr(value)[:100]

@@ -143,13 +143,6 @@ def test_a_report_of_what_ran_names_the_experimental_backend():
         assert "experimental" not in str(pk.conversion_report(model))
 
 
-def test_the_gpu_backends_are_experimental_where_they_run_on_a_gpu():
-    is_experimental = {b.name: b.is_experimental for b in backends.BACKENDS}
-    on_gpu = "cuda" in backends._by_name["triton"].device_types
-    expected = {"cpu": False, "cuda": True, "triton": on_gpu, "reference": False}
-    assert is_experimental == expected
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is interpreted without a GPU")
 def test_auto_never_interprets_triton(monkeypatch):
     ran = record_calls(monkeypatch, "norm_act_forward")
@@ -198,6 +191,7 @@ def test_a_named_backend_leaves_the_meta_device_to_the_registered_ops(backend):
 
 @every_backend
 def test_a_named_backend_serves_its_dtypes_and_refuses_the_others(name):
+    assert [call(dtype).dtype for dtype in DTYPES] == list(DTYPES)  # "auto"
     for dtype in DTYPES:
         with pk.use_backend(name):
             if dtype in SERVED_DTYPES[name]:
@@ -207,10 +201,6 @@ def test_a_named_backend_serves_its_dtypes_and_refuses_the_others(name):
             with pytest.raises(pk.BackendError, match=message) as raised:
                 call(dtype, device_of(name))
             assert isinstance(raised.value, RuntimeError)
-
-
-def test_auto_serves_every_dtype():
-    assert [call(dtype).dtype for dtype in DTYPES] == list(DTYPES)
 
 
 @pytest.mark.parametrize("name", ["CPU", None])
@@ -271,23 +261,18 @@ def test_backend_for_takes_a_dtype_and_a_device():
 
 
 @pytest.mark.parametrize(
-    ("weight", "options", "error", "message"),
+    ("change", "error", "message"),
     [
-        ([16, 16, 1, 1], {}, TypeError, "conv_weight: expected a torch.Tensor, got list"),
-        (torch.empty(16, 16, 1, 1), {"groups": 3}, ValueError, "multiple of groups 3"),
-        (torch.empty(16, 16, 1, 1), {"padding": -1}, ValueError, "padding: expected at least 0"),
-        (torch.empty(16, 16, 1, 1), {"dtype": torch.uint8}, TypeError, "dtype: expected float32,"),
-        (
-            torch.empty(16, 16, 1, 1),
-            {"device": "gpu"},
-            ValueError,
-            "device: expected a device, got",
-        ),
+        ({"conv_weight": [1]}, TypeError, "conv_weight: expected a torch.Tensor, got list"),
+        ({"groups": 3}, ValueError, "multiple of groups 3"),
+        ({"padding": -1}, ValueError, "padding: expected at least 0"),
+        ({"dtype": torch.uint8}, TypeError, "dtype: expected float32,"),
+        ({"device": "gpu"}, ValueError, "device: expected a device, got"),
     ],
 )
-def test_backend_for_names_what_is_wrong(weight, options, error, message):
+def test_backend_for_names_what_is_wrong(change, error, message):
     with pytest.raises(error, match=message):
-        pk.backend_for(weight, **options)
+        pk.backend_for(**{"conv_weight": torch.empty(16, 16, 1, 1)} | change)
 
 
 def test_backend_for_names_the_device_that_the_selected_backend_does_not_serve():

@@ -1,9 +1,7 @@
-"""Batch statistics are accurate over many samples, far from zero too.
+"""Batch statistics are accurate over many samples, also where the mean is large.
 
-A sum of squares less the square of the sum loses `mean**2 / var` roundings: over 131,072 samples
-the variance is off by 2e-4 at a mean of 30 standard deviations, and by a quarter at 1000. Partial
-results merged about their own means lose none of that. Rounding the samples is no error of the
-statistics: the truth is that of the samples as rounded.
+The truth is computed from the samples as they are rounded. A sum of squares minus the square of the
+sum would lose `mean**2 / var` roundings.
 """
 
 import math
@@ -80,13 +78,6 @@ def assert_are_statistics_of_constants(backend, constants):
     mean, var = (t.cpu() for t in kernels(backend, x.dtype).bn_stats(x.to(device_of(backend))))
     torch.testing.assert_close(mean, values, rtol=1e-6, atol=0)
     assert (var.double().sqrt() <= 1e-6 * values.abs().double()).all()
-
-
-def test_the_bound_refuses_a_one_pass_sum_of_squares():
-    x = samples(30)
-    true_var = x.double().var((0, 2, 3), correction=0)
-    one_pass = (x * x).mean((0, 2, 3)) - x.mean((0, 2, 3)) ** 2
-    assert relative_error(one_pass, true_var) > allowed(x)
 
 
 def test_statistics_that_a_convolution_yields_are_of_its_rounded_output(backend):

@@ -16,18 +16,9 @@ def bn_relu(dtype):
     evaluate(lambda **i: pk.bn_relu(**i, training=True), inputs)
 
 
-def fused_conv(dtype, case=DIRECT):
-    inputs = conv_inputs(case, dtype)
-    evaluate(lambda **i: pk.bn_relu_conv2d(**i, training=True, **case.conv), inputs)
-
-
-def pytorch_conv(dtype):
-    fused_conv(dtype, DIRECT._replace(padding=0))
-
-
-def residual_add(dtype):
-    inputs = {name: torch.randn(2, 4, 3, 5) for name in ("x", "branch")}
-    evaluate(pk.residual_add, inputs)
+def fused_conv(dtype):
+    inputs = conv_inputs(DIRECT, dtype)
+    evaluate(lambda **i: pk.bn_relu_conv2d(**i, training=True, **DIRECT.conv), inputs)
 
 
 def stage(dtype):
@@ -42,8 +33,6 @@ CALLS = {
         "norm_act_conv_backward",
         "norm_input_gradient",
     ],
-    pytorch_conv: ["norm_act_forward", "residual_add_forward", "norm_act_backward_mask"],
-    residual_add: ["residual_add_forward"],
     stage: ["block_run_forward", "block_run_backward"],
 }
 
