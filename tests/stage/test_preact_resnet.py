@@ -148,13 +148,9 @@ def test_logits_and_all_gradients_equal_the_plain_network(depth, memory, wide_dt
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    ("depth", "options", "size"),
-    [(29, {"groups": 4, "base_width": 32}, 8), (18, {"variant": "imagenet"}, 33)],
-)
-def test_other_networks_equal_the_plain_ones(depth, options, size, backend):
-    network = pk.preact_resnet(depth, **options)
-    check(network, plain_copy(network), {"x": torch.randn(2, 3, size, size)}, draws=1)
+def test_a_network_of_grouped_bottlenecks_equals_the_plain_one(backend):
+    network = pk.preact_resnet(29, groups=4, base_width=32)
+    check(network, plain_copy(network), {"x": torch.randn(2, 3, 8, 8)}, draws=1)
 
 
 @on_cpu
