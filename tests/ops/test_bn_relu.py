@@ -47,7 +47,7 @@ def check_op(fused, plain, inputs, frozen=(), **arguments):
 
 @on_kernels
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("shape", [*SHAPES[::2], *SHAPES[-3::2]], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1::3], ids=str)
 @both_modes
 def test_forward_backward_and_running_statistics(shape, training, dtype):
     problems = [batch_norm_inputs(shape, dtype) for _ in range(enough(shape))]

@@ -1,7 +1,5 @@
 """`residual_add` equals `x + branch` on every backend."""
 
-import operator
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from tests.oracle import assert_same_bits, evaluate, same_bits
 
 
 def plain(x, branch):
-    return operator.add(x, branch)
+    return x + branch
 
 
 @pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
@@ -27,16 +25,6 @@ def test_mixed_dtypes_are_promoted_as_in_eager(narrow, backend):
     inputs = {"x": torch.randn(2, 4, 3, 5), "branch": torch.randn(2, 4, 3, 5)}
     inputs[narrow] = inputs[narrow].bfloat16()
     assert_same_bits(evaluate(pk.residual_add, inputs), evaluate(plain, inputs))
-
-
-@pytest.mark.backends("cpu")
-@pytest.mark.parametrize("wanted", ["x", "branch"])
-def test_a_single_wanted_gradient_comes_alone(wanted, backend):
-    inputs = {"x": torch.randn(2, 4, 3, 5), "branch": torch.randn(2, 4, 3, 5)}
-    frozen = [name for name in inputs if name != wanted]
-    results = evaluate(pk.residual_add, inputs, frozen=frozen)
-    assert_same_bits(results, evaluate(plain, inputs, frozen=frozen))
-    assert results[f"d{frozen[0]}"] is None
 
 
 def test_nan_and_inf_pass_through_and_inputs_are_left_as_they_were(backend):
