@@ -151,7 +151,7 @@ A_BLOCK_AND_A_UNIT = starts("x", "0.", "1.bn1.", "1.conv1.")
 @pytest.mark.covering(1)
 @both_modes
 @pytest.mark.parametrize(
-    ("memory", "frozen"),
+    "memory_and_frozen",
     [
         *(("store", frozen) for frozen in (NOTHING, TWO_BLOCKS, A_BLOCK_AND_A_UNIT)),
         *(("rebuild", frozen) for frozen in (TWO_BLOCKS, A_BLOCK_AND_A_UNIT)),
@@ -159,7 +159,8 @@ A_BLOCK_AND_A_UNIT = starts("x", "0.", "1.bn1.", "1.conv1.")
     ],
 )
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-def test_gradient_penalty_of_a_stage(kind, frozen, memory, training, backend):
+def test_gradient_penalty_of_a_stage(kind, memory_and_frozen, training, backend):
+    memory, frozen = memory_and_frozen
     width = 4 if kind == "basic" else 1
     blocks = [random_block(kind, 6, width)]
     blocks += [random_block(kind, 4, width) for _ in range(2)]
