@@ -223,7 +223,6 @@ WRONG_CHILDREN = (
     (TypeError, "norm: expected one of nn.GroupNorm", (nn.ReLU(), "relu", CONV)),
     (ValueError, "norm: expected an nn.LayerNorm without elementwise_affine", (nn.LayerNorm(8),)),
     (TypeError, "activation: expected a name, or one of nn.ReLU", (GROUP, nn.Conv2d(8, 8, 1))),
-    (TypeError, "activation: expected a name, or a name and its parameter, got NoneType", ()),
     (ValueError, "activation: expected one of 'relu', 'leaky_relu'", (GROUP, "swish")),
     (TypeError, "conv: expected an nn.Conv1d, nn.Conv2d or", (GROUP, "relu", nn.Linear(8, 8))),
     (ValueError, "conv: expected in_channels 8 to match norm", (GROUP, "relu", nn.Conv2d(4, 8, 1))),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from tests.cases import SERVED_DTYPES, in_dtype, random_stage, randomised
+from tests.cases import in_dtype, random_stage, randomised
 from tests.oracle import assert_same_bits
 
 pytestmark = pytest.mark.backends("cpu")  # what is saved is chosen above the backends
@@ -23,7 +23,8 @@ def unit():
     return pk.BNReLUConv2d(16, 24, 3, padding=1)
 
 
-# Of 2 images of 8x6 pixels: a module, its input's channels, elements kept, and statistics kept.
+# A module, the channels of its input, and the elements and statistics that it keeps of 2 images of
+# 8x6 pixels.
 KEPT = {
     "bn_relu": (lambda: pk.BNReLU2d(16), 16, 16 * 96, 16),
     "bn_relu_conv": (unit, 16, 16 * 96, 16),
@@ -43,8 +44,6 @@ def test_units_keep_their_inputs_and_the_statistics_of_their_batch(
 ):
     module = build()
     dtype = next((p.dtype for p in module.parameters() if p.dim() == 4), torch.float32)
-    if dtype not in SERVED_DTYPES[backend]:
-        pytest.skip(f"backend {backend} does not serve {dtype}")
     x = channels_last(torch.randn(2, channels, 8, 6).to(dtype))
     expected = elements * dtype.itemsize + 2 * statistics * max(FLOAT, dtype.itemsize)
     assert pk.saved_bytes(module, x) == expected
