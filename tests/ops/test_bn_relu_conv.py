@@ -305,7 +305,10 @@ def not_finite(x, conv_weight, dy, **conv):
 @pytest.mark.parametrize("where", ["conv_weight", "dy"])
 @pytest.mark.parametrize(
     ("shape", "stride"),
-    [((16, 3, 1), 1), ((16, 1, 3), 1), ((16, 6, 5), 1), ((16, 6, 5), 2), ((16, 70, 5), 2)],
+    [
+        *(((16, 3, 1), 1), ((16, 1, 3), 1), ((16, 6, 5), 1), ((16, 70, 5), 1)),
+        *(((16, 6, 5), 2), ((16, 70, 5), 2)),
+    ],
     ids=str,
 )
 def test_which_results_are_not_finite_for_taps_outside_of_the_image(
@@ -338,9 +341,11 @@ def check_taps_outside_of_the_image(shape, stride, where, dtype, monkeypatch):
     dy = torch.randn(2, channels, *(math.ceil(n / stride) for n in size)).to(dtype)
     if where == "dy":
         dy[1, 3, -1, -1] = NAN
+        dy[0, 7, 0, 0] = INF
     else:
         inputs["conv_weight"][3, 5, 1, 0] = NAN
         inputs["conv_weight"][7, 2, 0, 1] = INF
+        inputs["conv_weight"][9, 1, 2, 2] = INF
     found = evaluate(partial(pk.bn_relu_conv2d, training=False, **case.conv), inputs, dy)
     if not is_fused(inputs, **case.conv):
         plain = evaluate(partial(plain_bn_relu_conv2d, training=False, **case.conv), inputs, dy)
