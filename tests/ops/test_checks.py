@@ -14,6 +14,7 @@ from preact_kernels.kernels.contract import ACTIVATIONS
 from preact_kernels.modules.attributes import attributes
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.ops.block_arguments import BlockArguments, StageContext, checked_block
 from preact_kernels.ops.checks import Passed, described
 from preact_kernels.ops.unit import ConvArguments
 from tests.cases import (
@@ -89,7 +90,7 @@ WRONG = [
     of_batch(TypeError, "bn_bias", torch.ones(8).half(), "dtype float32 to match x, got float16"),
     of_batch(ValueError, "bn_bias", torch.ones(8, **META), "device cpu to match x, got meta"),
     of_batch(ValueError, "running_var", torch.ones(1).expand(8), "elements that share no memory"),
-    of_batch(ValueError, "running_var", torch.ones(8, requires_grad=True), "a tensor that requ"),
+    of_batch(ValueError, "running_mean", torch.ones(8, requires_grad=True), "a tensor that req"),
     of_batch(TypeError, "running_mean", torch.zeros(8).half(), "dtype float32 to match x, got"),
     of_batch(ValueError, "running_var", None, "a tensor beside the other running statistic, got"),
     of_batch(ValueError, "running_mean", None, "a tensor beside the other running statistic, got"),
@@ -291,6 +292,7 @@ BLOCKS = (
     ("conv1.stride", (8, 8), ValueError, "x: expected a shortcut of shape [2, 8, 1, 1], got"),
     ("conv1.dilation", (5, 5), ValueError, "x: expected a padded height of at least 11 for the"),
     ("shortcut", nn.Conv2d(8, 4, 1, bias=False), ValueError, "x: expected a shortcut of shape"),
+    ("shortcut", nn.Conv2d(8, 8, 1, bias=False).double(), TypeError, "conv_weight: expected dtype"),
     ("shortcut.stride", (2, 2), ValueError, "x: expected a shortcut of shape [2, 8, 8, 6], got"),
 )
 
@@ -304,6 +306,17 @@ def test_a_block_names_what_was_made_wrong_of_it(name, value, error, message):
     block(x)  # what passes once is remembered
     setattr(block.get_submodule(child), attribute, value)
     assert_refused(error, message, lambda: block(x), dict(block.named_buffers()))
+
+
+def test_a_block_is_checked_again_for_another_input_dtype_and_without_its_shortcut():
+    norm = BatchNorm(*(torch.ones(8) for _ in range(4)), True, 0.1, 1e-5)
+    unit = norm, ConvArguments(torch.ones(8, 8, 3, 3), None, (1, 1), (1, 1), (1, 1), 1)
+    context = StageContext(torch.device("cpu"), torch.float32, torch.float32, False)
+    blocks = set()
+    for is_residual, dtype in ((True, torch.float32), (False, torch.float32), (True, torch.half)):
+        arguments = BlockArguments([unit, unit], None, is_residual)
+        blocks.add(checked_block(arguments, (2, 8, 5, 6), dtype, context).block)
+    assert len(blocks) == 3
 
 
 @pytest.mark.parametrize("training", [True, False])

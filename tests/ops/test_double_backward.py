@@ -299,7 +299,6 @@ def modules():
     return {n: nn.Sequential(conv(), m, conv()).double() for n, m in found.items()}
 
 
-@pytest.mark.covering(1)
 @both_modes
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize("name", modules())
