@@ -12,6 +12,7 @@ from preact_kernels.ops import dispatch
 from tests.cases import (
     ACTIVATIONS,
     INF,
+    MODULATIONS,
     NAN,
     NORM_CONV_CASES,
     Autocast,
@@ -21,6 +22,7 @@ from tests.cases import (
     every_activation,
     every_modulation,
     norm_conv_inputs,
+    recorded_calls,
 )
 from tests.oracle import assert_same_bits, check, evaluate
 
@@ -66,6 +68,20 @@ def test_activations_and_modulations_of_each_norm(
     case = case._replace(kernel=kernel, padding=kernel // 2)
     problems = [norm_conv_inputs(case, training_dtype, modulation) for _ in range(4)]
     check_unit(case, problems, activation, **arguments)
+
+
+@pytest.mark.backends("cpu")
+@every_norm
+def test_a_unit_says_whether_its_norm_has_rows(norm, backend, monkeypatch):
+    case, arguments = NORMS[norm]
+    for modulation in MODULATIONS.values():
+        inputs = norm_conv_inputs(case, modulation=modulation)
+        kernels = dispatch.kernels_for(inputs["x"])
+        with monkeypatch.context() as patch:
+            calls = recorded_calls(kernels, "norm_act_conv_forward", patch)
+            case.fused(**inputs, **arguments)
+        ((unit, given, _),) = calls
+        assert unit.has_rows == given.norm.has_rows == (case is not BATCH or bool(modulation))
 
 
 @on_kernels
