@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.ops.batch_norm import unbiased
 from testbed import published_models as foreign
 from tests.cases import random_stage
 from tests.oracle import evaluate, plain_copy, same_bits
@@ -51,6 +52,17 @@ def test_a_block_used_twice_takes_two_batches_into_the_cumulative_average(backen
     for bn, expected in zip(norms(block), norms(other), strict=True):
         assert bn.num_batches_tracked == expected.num_batches_tracked == 2
         torch.testing.assert_close(bn.running_mean, expected.running_mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_variances_become_unbiased_as_each_alone_does(dtype):
+    counts = [12, 12, 7, 12, 1, 1]  # of samples
+    variances = [torch.rand(channels, dtype=dtype) for channels in (8, 3, 8, 1, 2, 2)]
+    variances[1][2] = torch.nan
+    found = unbiased(variances, [1 / count for count in counts])
+    for variance, count, ours in zip(variances, counts, found, strict=True):
+        factor = 1.0 if count == 1 else 1.0 / (1.0 - 1 / count)
+        assert same_bits(ours, variance * factor)
 
 
 @pytest.mark.backends("cpu", "triton", "cuda")
