@@ -32,7 +32,7 @@
 #                  SANITIZERS="memcheck" selects tools
 # make gpu-report OUT=folder
 #                  builds, tests and measures on a GPU machine (bench/gpu_report.py);
-#                  ARGS="--resume folder" keeps the results in that folder
+#                  ARGS="--parts tests bench" chooses parts, ARGS="--networks resnet-164" networks
 # make clean       removes build products, keeps the virtual environment
 #
 # check-gpu and gpu-report use $(PYTHON) with torch and pytest installed, and no network.

@@ -1,1 +1,27 @@
-"""Benchmarks: `python -m bench`, `pytest bench/ops.py` and `python -m bench.report`."""
+"""Benchmarks.
+
+Commands:
+
+- `python -m bench` (`__main__.py`): networks, fused against every rival; under torchrun, scaling
+- `pytest bench/ops.py`: single operations (options in `conftest.py`)
+- `python -m bench.models`: published models, converted against every rival
+- `python -m bench.launches`: the launches of a step on a GPU: bytes, instructions, lower bounds
+- `python -m bench.probes`: ceilings of a GPU (`probes.cu` is a kernel that it launches)
+- `python -m bench.routes`: the convolutions that a CPU chooses from, by shape
+- `python -m bench.report`: tables and plots of the documentation, from `results/`
+- `python -m bench.gpu_report`: builds, tests and measures on a GPU machine
+
+Parts of them:
+
+- `contenders.py`: networks, and the ways to train them
+- `plan.py`: the tasks of `python -m bench`, the most important first
+- `network.py`: the process that measures one task
+- `correctness.py`: compares a contender with float64 before it is timed
+- `scaling.py`: data-parallel training
+- `floors.py`: the least bytes and FLOPs of a step
+- `measure.py`: times in turn, processes, the machine, its limits and memory
+- `records.py`: the rows of the CSV files
+- `plots.py`: PNG files
+- `dry_run.py`: records launches without a GPU
+- `instructions.py`: counts instructions in machine code
+"""

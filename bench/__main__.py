@@ -1,17 +1,15 @@
 """Network benchmarks: `python -m bench`.
 
 Measures the limits of the machine, then the tasks of bench/plan.py, the most important first,
-until the time limit: contenders on the first network (the deepest in --depths) and on others, the
-bytes that they keep, training curves, single ops. Each task is a process (bench/network.py). A
-contender is timed only if its results are correct. Writes one CSV file per device and plots, prints
-tables, and lists tasks that did not fit.
+until the time limit: contenders on the first network and on others. Each task is a process
+(bench/network.py). A contender is timed only if its results are correct. Writes one CSV file per
+device and plots, prints tables, and lists tasks that did not fit.
 
 Under torchrun, measures data-parallel training instead: see bench/scaling.py.
 """
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import sys
@@ -22,11 +20,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench import floors, measure, plots, report, scaling
+from bench import floors, measure, plan, plots, report, scaling
 from bench.contenders import ANCHOR, BY_NAME, GROUPS, Network, available, is_rival
 from bench.network import Session, Task
-from bench.plan import Plan
-from bench.records import TRAINING, Row, put, read, slug
+from bench.records import Row, put, read, slug
 from preact_kernels.study import data
 
 LEAST_SECONDS = 30  # least time left to start a task: importing PyTorch takes up to 15 s
@@ -42,9 +39,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         metavar="NAME",
         help="resnet-, preact-resnet- or imagenet-resnet-DEPTH, wrn-DEPTH-10; the most important "
-        "first",
+        "first (resnet-1001 resnet-164 resnet-110, and wide networks)",
     )
-    add("--depths", type=int, nargs="+", help="depths of resnet, before --networks (1001 164 110)")
     add(
         "--batch",
         type=int,
@@ -52,34 +48,25 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help="images, the most important first (16; on a GPU 128 256 64)",
     )
     add("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
-    add(
-        "--curve-steps",
-        type=int,
-        help="steps of the training curves (20; half as many from 300 layers on)",
-    )
     add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(BY_NAME)}")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="fp32; on a GPU bf16")
     add("--data", help=f"directory of CIFAR files (or {data.ENVIRONMENT_VARIABLE}); else digits")
-    add("--quick", action="store_true", help="two shallow networks, no torch.compile, no ops")
-    add("--resume", action="store_true", help="skip what the CSV has for this commit")
+    add("--quick", action="store_true", help="two shallow networks, no torch.compile")
     add("--no-plots", action="store_true", help="tables and CSV alone")
     add("--time-limit", type=float, default=540, metavar="SECONDS", help="for the whole run (540)")
     a = parser.parse_args(given)
     on_gpu = a.device.type == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error(f"--device: expected a device of this machine, got {a.device}: no GPU here")
-    a.is_default = not (a.quick or a.depths or a.networks)
+    a.is_default = not (a.quick or a.networks)
     # Measured in addition to the default, on the first networks.
     other_dtype = torch.float32 if on_gpu else torch.bfloat16
     a.other_dtype = other_dtype if a.is_default and a.dtype is None else None
     a.dtype = measure.DTYPES[a.dtype or ("bf16" if on_gpu else "fp32")]
-    if not (a.depths or a.networks):
-        a.depths = (29, 20) if a.quick else (1001, 164, 110)
-    depths = sorted(set(a.depths or ()), reverse=True)
-    a.networks = list(dict.fromkeys([*(f"resnet-{d}" for d in depths), *(a.networks or ())]))
+    depths = (29, 20) if a.quick else (1001, 164, 110)
+    a.networks = list(dict.fromkeys(a.networks or (f"resnet-{depth}" for depth in depths)))
     a.batch = a.batch or ([128, 256, 64] if on_gpu else [16])
     a.steps = a.steps or (3 if a.quick else 20 if on_gpu else 5)
-    a.curve_steps = a.curve_steps or (5 if a.quick else 20)
     names = a.contenders or [
         name
         for name in dict.fromkeys(name for group in GROUPS.values() for name in group)
@@ -96,10 +83,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def command_of(task: Task, ceilings: measure.Ceilings, seconds: float) -> list[str]:
     """Returns the command that measures a task; it will be interrupted after `seconds`."""
-    dtype, floor_ms = getattr(torch, task.dtype), None
-    if task.kind == "steps":
-        cost = floors.network_cost(Network.named(task.network), task.batch, dtype)
-        floor_ms = ceilings.floor_ms(*cost, dtype)
+    dtype = getattr(torch, task.dtype)
+    cost = floors.network_cost(Network.named(task.network), task.batch, dtype)
+    floor_ms = ceilings.floor_ms(*cost, dtype)
     task = dataclasses.replace(task, floor_ms=floor_ms, end_s=time.time() + seconds)
     return [sys.executable, "-m", "bench.network", json.dumps(dataclasses.asdict(task))]
 
@@ -125,17 +111,16 @@ def measured(task: Task, ceilings: measure.Ceilings, deadline_s: float) -> list[
         return []
     if not status:
         return [f"{task.title}: no time left: {', '.join(missing)}"]
+    if task.kind == "peak":
+        what = "not measured" if is_rival(*missing) else "failed"
+        return [f"{task.title}: {what}: exit status {status}"]
     if missing != before:
         return measured(task, ceilings, deadline_s)
-    if task.kind not in ("steps", "kept"):
-        is_of_rival = task.kind == "peak" and is_rival(*missing)
-        what = "not measured" if is_of_rival else "failed"
-        return [f"{task.title}: {what}: exit status {status}: {', '.join(missing)}"]
     if len(missing) > 1:
         missing.sort(key=lambda name: name != ANCHOR)  # it is timed together with the others
         alone = [dataclasses.replace(task, contenders=(name,)) for name in missing]
         return [line for one in alone for line in measured(one, ceilings, deadline_s)]
-    row = Session(task).row(*missing).without_times()
+    row = Session(task).row(*missing)
     row.correct, row.note = "no", f"failed: the process ended with exit status {status}"
     put(task.path, row)
     return []
@@ -151,24 +136,13 @@ def run(tasks: Sequence[Task], ceilings: measure.Ceilings, deadline_s: float) ->
     return left_out
 
 
-def show(device: str, folder: Path, *, with_plots: bool) -> None:
-    """Prints the tables, best rivals and plots of a device."""
-    try:
-        rows, points = report.load(folder)[device]
-    except (FileNotFoundError, KeyError):
+def show(rows: Sequence[Row], folder: Path, *, with_plots: bool) -> None:
+    """Prints the table, the best rivals and the plots of a device."""
+    if not rows:
         print("nothing was measured")
         return
-    for title, table in (
-        ("Training steps", report.network_table(rows, "simple")),
-        ("Memory", report.memory_table(rows, "simple")),
-        ("Training curves", report.training_table(points, "simple")),
-        ("Ops", report.ops_table(rows, "simple")),
-    ):
-        if table:
-            print(f"\n{title}\n{table}")
-    written = plots.write_plots(rows, points, folder) if with_plots else {}
-    print("", *report.best_rivals(rows), sep="\n")
-    for path in [path for paths in written.values() for path in paths]:
+    print("", report.step_table(rows), "", *report.best_rivals(rows), sep="\n")
+    for path in plots.write_plots(rows, folder) if with_plots else ():
         print(f"plot: {path}")
 
 
@@ -184,38 +158,31 @@ def main(given: Sequence[str] | None = None) -> int:
         raise SystemExit(f"bench: {error}") from error
     machine = measure.Machine.of(a.device)
     print(f"{machine.device}; {machine.versions}; commit {machine.commit}; data: {images.name}")
-    if Plan.has_all(a) and not importlib.util.find_spec("pytest_benchmark"):
-        a.unusable["ops"] = "the package pytest-benchmark is not installed"
     for name, reason in a.unusable.items():
         print(f"skipped: {name}: {reason}")
-    a.out = a.out.resolve()  # the processes run in another folder
-    stem = a.out / slug(machine.device)
-    path = stem.with_name(f"{stem.name}.csv")
-    if not a.resume:
-        for old in (path, stem.with_name(f"{stem.name}{TRAINING}")):
-            old.unlink(missing_ok=True)
+    path = a.out.resolve() / f"{slug(machine.device)}.csv"  # the processes run in another folder
+    path.unlink(missing_ok=True)
     ceilings = measure.measure_ceilings(a.device)
     print(f"ceilings: {ceilings}", flush=True)
     folder = a.data or os.environ.get(data.ENVIRONMENT_VARIABLE)
     common = {
         "device": str(a.device),
         "data": folder and str(Path(folder).resolve()),
-        "stem": str(stem),
+        "csv": str(path),
         "commit": machine.commit,
         "command": machine.command,
     }
-    tasks = list(Plan(a, common).tasks())
     try:
-        left_out = run(tasks, ceilings, start_s + a.time_limit)
+        left_out = run(list(plan.tasks(a, common)), ceilings, start_s + a.time_limit)
     except KeyboardInterrupt:
-        left_out = ["the rest: stopped by hand; --resume goes on from here"]
-    show(machine.device, a.out, with_plots=not a.no_plots)
+        left_out = ["the rest: stopped by hand"]
+    rows = read(path, Row)
+    show(rows, path.parent, with_plots=not a.no_plots)
     for line in left_out:
         print(f"left out: {line}")
     if left_out:
-        print("--resume measures what was left out; --time-limit SECONDS gives it more time")
-    wrong = [r for r in read(path, Row) if r.correct == "no" and r.commit == machine.commit]
-    wrong = [r for r in wrong if r.level == "op" or BY_NAME[r.contender].fused]
+        print("--networks and --contenders choose; --time-limit SECONDS gives more time")
+    wrong = [row for row in rows if row.correct == "no" and not is_rival(row.contender)]
     for row in wrong:
         print(f"WRONG: {row.contender} on {row.case}: {row.note}")
     print(f"{time.monotonic() - start_s:.0f} s; results in {path}")

@@ -1,6 +1,8 @@
 """Options and results of `pytest bench/ops.py`."""
 
 import dataclasses
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +21,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--bench-dtype", default=None, help="fp32, bf16 or fp16")
     group.addoption("--bench-batch", type=int, default=None, help="images (16, or 128 on a GPU)")
     group.addoption("--bench-out", default="bench/out", help="directory of the CSV file")
-    group.addoption(
-        "--bench-command", default="pytest bench/ops.py", help="the command in the rows"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ def settings(request: pytest.FixtureRequest) -> OpSettings:
         device,
         measure.DTYPES[option("--bench-dtype") or ("bf16" if on_gpu else "fp32")],
         option("--bench-batch") or (128 if on_gpu else 16),
-        measure.Machine.of(device, option("--bench-command")),
+        measure.Machine.of(device, shlex.join(["pytest", *sys.argv[1:]])),
         measure.measure_ceilings(device),
     )
 

@@ -21,12 +21,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import preact_kernels as pk
 from bench.records import Row
-from preact_kernels.kernels import cuda
-from preact_kernels.ops import dispatch
 
 State = dict[str, Tensor]
-
-_RESIDENT_BY_DEFAULT = cuda.RESIDENT_RUNS
 
 
 class Family(NamedTuple):
@@ -112,13 +108,11 @@ class Contender:
     graphed: bool = False  # captures the training step in a CUDA graph
     hooks_see_all: bool = True  # saved-tensor hooks see all tensors that are kept
     same_function: bool = True  # False: computes another function by design
-    is_experiment: bool = False  # off by default in the library: no headline names it
 
     def build(
         self, network: Network, state: State, device: torch.device, dtype: torch.dtype
     ) -> nn.Module:
         """Builds the network with the weights in `state`, ready to train on `device` in `dtype`."""
-        cuda.RESIDENT_RUNS = _RESIDENT_BY_DEFAULT  # a contender that failed may have left it on
         options = {"fused": False} if self.fused is None else {"memory": self.fused}
         model = network.model(**options)
         model.load_state_dict(state)
@@ -142,10 +136,10 @@ class Contender:
 
 
 @functools.cache  # Dynamo caches code by backend: one backend for all blocks with a budget
-def _inductor(memory_budget: float) -> Callable:
+def inductor(memory_budget: float) -> Callable:
     """Returns a torch.compile backend: Inductor with an activation memory budget."""
     from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch.inductor.compile_fx import compile_fx
 
     def compile_within_budget(graph, example_inputs):
         with config.patch(activation_memory_budget=memory_budget):
@@ -164,7 +158,7 @@ def _compile_blocks(model: nn.Module, memory_budget: float = 1.0) -> None:
     config.fail_on_recompile_limit_hit = True
     for stage in model.stages:
         for block in stage:
-            block.compile(backend=_inductor(memory_budget), fullgraph=True, dynamic=False)
+            block.compile(backend=inductor(memory_budget), fullgraph=True, dynamic=False)
 
 
 class CheckpointedBlocks(nn.Sequential):
@@ -237,46 +231,6 @@ def _use_inplace_abn(model: nn.Module) -> None:
             block.forward = functools.partial(forward, block)
 
 
-def _resident_refusal(images: int, dtype: torch.dtype) -> str:
-    """Why runs of bottlenecks are not resident; empty where they are, on CIFAR images."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"expected float16 or bfloat16, got {dtype}"
-    if torch.cuda.is_available():
-        most = torch.cuda.get_device_properties("cuda").multi_processor_count
-        if images > most:
-            return f"expected at most {most} images, got {images}"
-    return ""
-
-
-def _use_resident_runs(model: nn.Module) -> None:
-    """Runs the bottlenecks of every stage in few launches, in both directions.
-
-    The forward raises for a batch or dtype that would run unit by unit.
-    """
-    for index, stage in enumerate(model.stages):
-        stage.forward = functools.partial(_resident_forward, stage.forward, index == 0)
-
-
-def _resident_forward(forward: Callable[[Tensor], Tensor], is_first: bool, x: Tensor) -> Tensor:
-    if refusal := _resident_refusal(len(x), x.dtype):
-        raise RuntimeError(f"resident runs: {refusal}")
-    before = cuda.RESIDENT_RUNS
-
-    def switch(is_on: bool, _: Tensor | None = None) -> None:
-        cuda.RESIDENT_RUNS = is_on
-
-    switch(True)
-    try:
-        y = forward(x)
-    finally:
-        switch(before)
-    if y.requires_grad:
-        y.register_hook(functools.partial(switch, True))
-    if is_first and x.requires_grad:  # its gradient is the last of those of the stages
-        x.register_hook(functools.partial(switch, before))
-    return y
-
-
 def _fused(name: str, memory: str, words: str, **options) -> Contender:
     return Contender(name, words, fused=memory, **options)
 
@@ -313,14 +267,6 @@ ALL = (
     ),
     _compiled("compile-budget-0.5", "as the budget allows", 0.5),
     _compiled("compile-budget-0.3", "as the budget allows", 0.3),
-    _fused(
-        "fused-resident-graph",
-        "store",
-        "inputs of units",
-        graphed=True,
-        prepare=_use_resident_runs,
-        is_experiment=True,
-    ),
 )
 
 BY_NAME = {c.name: c for c in ALL}
@@ -336,7 +282,6 @@ GROUPS = {
         "eager-graph",
         "fused-store",
         "fused-graph",
-        "fused-resident-graph",
         "fused-rebuild-graph",
         "fused-rebuild",
         "fused-checkpoint",
@@ -377,38 +322,10 @@ WIDE_NETWORKS = {
 DEEPEST = ("resnet-10001", 128)
 """Network and batch for the group `deepest`, on a GPU."""
 
-COUNTED_BY_DEPTH = ("eager-channels-last", *_FUSED)
-DEPTHS_COUNTED = (29, 83, 164, 326, 1001, 2999, 10_001)
-"""Contenders and depths in the plot of memory against depth."""
-
 
 def is_rival(name: str) -> bool:
     """Whether a contender does not use the fused kernels."""
     return BY_NAME[name].fused is None
-
-
-def is_served(name: str, network: str, batch: int, dtype: torch.dtype) -> bool:
-    """Whether a contender runs what it is named for on a network, with that batch and dtype."""
-    if not BY_NAME[name].is_experiment:
-        return True
-    found = Network.named(network)
-    has_stages = found.family == "resnet" and found.block == "bottleneck"
-    return has_stages and not _resident_refusal(batch, dtype)
-
-
-def is_headline(name: str) -> bool:
-    """Whether a contender may stand for the package: what it runs by default."""
-    return not is_rival(name) and not BY_NAME[name].is_experiment
-
-
-def lack_of_resident_runs() -> str:
-    """Why the kernel for resident runs is not there or not used; empty where it is."""
-    if error := cuda.load_error():
-        return error
-    if dispatch.current() not in ("auto", "cuda"):
-        return f"the backend is {dispatch.current()}"
-    has_op = hasattr(torch.ops.preact_kernels_cuda, "resident_run_forward")
-    return "" if has_op else "the CUDA library was built from older sources"
 
 
 def available(names: Sequence[str], device: torch.device) -> tuple[list[Contender], dict[str, str]]:
@@ -426,8 +343,6 @@ def available(names: Sequence[str], device: torch.device) -> tuple[list[Contende
     for name in names:
         if BY_NAME[name].graphed and device.type != "cuda":
             reasons[name] = "CUDA graphs: no GPU"
-        elif BY_NAME[name].is_experiment and (why := lack_of_resident_runs()):
-            reasons[name] = f"resident runs: {why}"
         elif name == "inplace-abn" and importlib.util.find_spec("inplace_abn") is None:
             reasons[name] = "InPlace-ABN: the package inplace_abn is not installed"
     return [BY_NAME[name] for name in names if name not in reasons], reasons

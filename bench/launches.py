@@ -12,8 +12,7 @@ all pixels. Launches that occur once per stage count as a fraction per block. Bl
 projection are one line of the table; the CSV file has their kernels.
 
 On a GPU, also measures: each stage runs as a CUDA graph under the profiler. The time of a kernel is
-from the end of the previous kernel to its own end. Stem, head and optimizer are not listed. The
-time lost is the measured time minus bytes over copy bandwidth.
+from the end of the previous kernel to its own end. Stem, head and optimizer are not listed.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
-import pickle
 import re
 import statistics
 import sys
@@ -180,35 +178,6 @@ def summary(stages: Sequence[StageLaunches], rows: Sequence[LaunchRow]) -> str:
     )
 
 
-def losses(rows: Sequence[LaunchRow], most: int = 10, form: str = "simple") -> str:
-    """Formats a line for each of the `most` kernels with the largest losses.
-
-    Those of blocks with a projection are left out, as in `table`.
-    """
-    lost = []
-    for row in rows:
-        if "projection" in row.stage:
-            continue
-        if row.measured_us_per_block is not None and row.copy_gb_s is not None:
-            measured_ms = row.measured_us_per_block * row.blocks / 1e3
-            bytes_ms = row.bytes_per_block * row.blocks / row.copy_gb_s / 1e6
-            lost.append((measured_ms - bytes_ms, measured_ms, bytes_ms, row))
-    lines = [
-        {
-            "stage": row.stage,
-            "direction": row.direction,
-            "kernel": row.kernel,
-            "launches": f"{row.launches_per_block * row.blocks:.0f}",
-            "measured, ms": f"{measured_ms:.3f}",
-            "bytes at copy bandwidth, ms": f"{bytes_ms:.3f}",
-            "lost, ms": f"{lost_ms:.3f}",
-            "of copy bandwidth": f"{bytes_ms / measured_ms:.0%}",
-        }
-        for lost_ms, measured_ms, bytes_ms, row in sorted(lost, key=lambda line: -line[0])[:most]
-    ]
-    return records.table(lines, form)
-
-
 class Kernel(NamedTuple):
     """A kernel in the profiler's trace."""
 
@@ -331,23 +300,6 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
 
 
 def recorded(a: argparse.Namespace) -> list[StageLaunches]:
-    """Returns the launches: from the file `a.recording` if it has those of these sources."""
-    options = {name: value for name, value in vars(a).items() if name not in ("csv", "recording")}
-    key = repr((measure.source_digest(), sorted(options.items())))
-    if a.recording and a.recording.exists():
-        known, stages = pickle.loads(a.recording.read_bytes())
-        if known == key:
-            return stages
-    stages = _recorded(a)
-    if a.recording:
-        a.recording.parent.mkdir(parents=True, exist_ok=True)
-        partial = a.recording.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps((key, stages)))
-        os.replace(partial, a.recording)
-    return stages
-
-
-def _recorded(a: argparse.Namespace) -> list[StageLaunches]:
     """Records the launches; on a GPU machine in another process, as this one runs CUDA."""
     names = "network", "batch", "dtype", "backend", "memory", "residual_dtype", "multiprocessors"
     step = [*(getattr(a, name) for name in names), a.instructions]
@@ -378,11 +330,6 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         help="count them: takes a minute or two to compile Triton's kernels",
     )
     add("--csv", type=Path, help="file for a row per kernel; keeps rows of other steps")
-    add(
-        "--recording",
-        type=Path,
-        help="file for the launches, read if it has those of these sources and options",
-    )
     a = parser.parse_args(given)
     if a.multiprocessors is None:
         gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
@@ -431,8 +378,6 @@ def main(given: Sequence[str] | None = None) -> None:
             write(a.csv, [*known, *rows])
     print(table(stages, rows))
     print(f"{', '.join(map(str, step.values()))} multiprocessors\n{summary(stages, rows)}")
-    if on_gpu:
-        print(f"largest losses, copy bandwidth {copy_gb_s:,.0f} GB/s:\n{losses(rows)}")
     if on_gpu and all(row.measured_us_per_block is None for row in rows):
         sys.exit("bench.launches: nothing was measured")
 

@@ -23,19 +23,14 @@ import torch
 from tqdm import tqdm
 
 import preact_kernels as pk
-from preact_kernels.kernels import cpu
+from preact_kernels.kernels import cpu, cuda
 from preact_kernels.ops import dispatch
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "bench" / "out"
 MIB = 2**20
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -281,6 +276,8 @@ class Machine:
         name = device_name(device)
         if dispatch.current() != "auto":  # rows in addition to rows of the default backend
             name += f", backend {dispatch.current()}"
+        if cuda.RESIDENT_RUNS and device.type == "cuda":
+            name += ", resident runs"
         versions = [
             f"torch {torch.__version__}",
             f"python {platform.python_version()}",

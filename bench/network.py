@@ -9,7 +9,6 @@ import functools
 import gc
 import itertools
 import json
-import os
 import signal
 import sys
 import time
@@ -24,13 +23,11 @@ from tqdm import tqdm
 import preact_kernels as pk
 from bench import correctness, measure
 from bench.contenders import ANCHOR, BY_NAME, Contender, Network
-from bench.records import TRAINING, CurvePoint, Row, put, read
+from bench.records import Row, put, read
 from preact_kernels.study import data
 
 FIRST_STEP_SECONDS = 120  # limit for compilation, check and first step of a contender
 FIRST_STEPS_SHARE = 0.6  # share of the time left for all first steps
-TRUTH = "float64"
-CURVES = ("fused-store", "eager-channels-last")
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 
 
@@ -38,16 +35,16 @@ LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 class Task:
     """A measurement by one process: contenders on one network, batch and dtype."""
 
-    kind: str  # a key of KINDS
+    kind: str  # "steps", or "peak": peak memory of one contender on a CPU
     network: str
     batch: int
     dtype: str  # "float32"
     contenders: tuple[str, ...]  # the most important first
     group: str  # description in the title
-    steps: int = 0  # timed rounds, steps of a training curve, or rows of the ops
+    steps: int = 0  # timed rounds
     device: str = "cpu"
     data: str | None = None  # directory of CIFAR files; None: digits
-    stem: str = ""  # path of the CSV files without their endings
+    csv: str = ""  # path of the CSV file
     commit: str = ""
     command: str = ""
     floor_ms: float | None = None  # least time of a step
@@ -60,40 +57,23 @@ class Task:
 
     @property
     def path(self) -> Path:
-        """The CSV file of `Row`s."""
-        return Path(f"{self.stem}.csv")
+        """The CSV file."""
+        return Path(self.csv)
 
     def rows(self) -> dict[str, Row]:
-        """Reads the rows of this network, batch, dtype and commit, by contender."""
-        own = self.network, self.batch, self.dtype, self.commit
-        supported = measure.instruction_set(torch.device(self.device))
-        return {
-            r.contender: r
-            for r in read(self.path, Row)
-            if (r.case, r.batch, r.dtype, r.commit) == own and r.instruction_set == supported
-        }
+        """Reads the rows of this network, batch and dtype, by contender."""
+        own = self.network, self.batch, self.dtype
+        found = read(self.path, Row)
+        return {r.contender: r for r in found if (r.case, r.batch, r.dtype) == own}
 
     def missing(self) -> list[str]:
         """Returns the contenders that are not measured yet."""
-        rows, names = self.rows(), self.contenders
-        if self.kind == "curves":
-            last = self.network, self.batch, self.dtype, self.commit, self.steps - 1
-            points = read(Path(f"{self.stem}{TRAINING}"), CurvePoint)
-            known = {
-                p.contender for p in points if (p.case, p.batch, p.dtype, p.commit, p.step) == last
-            }
-        elif self.kind == "ops":
-            own = "op", self.batch, self.dtype, self.commit
-            ops = [r for r in read(self.path, Row) if (r.level, r.batch, r.dtype, r.commit) == own]
-            known = set(names) if len(ops) >= self.steps else set()
-        elif self.kind == "kept":
-            known = {n for n, r in rows.items() if r.saved_bytes is not None or r.correct == "no"}
-        elif self.kind == "peak":  # only for contenders with a time
-            timed = {n for n, r in rows.items() if r.median_ms is not None}
-            known = {n for n in names if n not in timed or rows[n].peak_bytes is not None}
-        else:
-            known = {n for n, r in rows.items() if r.correct == "no" or r.median_ms is not None}
-        return [name for name in names if name not in known]
+        rows = self.rows()
+        timed = {n for n, r in rows.items() if r.median_ms is not None}
+        if self.kind == "peak":  # only of contenders with a time
+            return [n for n in self.contenders if n in timed and rows[n].peak_bytes is None]
+        failed = {n for n, r in rows.items() if r.correct == "no"}
+        return [n for n in self.contenders if n not in timed | failed]
 
 
 class TrainingStep:
@@ -159,11 +139,11 @@ class Session:
         )
         return self.machine.stamp(self.task.rows().get(name) or new)
 
-    def step(self, name: str, *, seed: int = 2, batches: int = 4, dtype=None) -> TrainingStep:
+    def step(self, name: str, batches: int = 4) -> TrainingStep:
         """Creates a training step of a contender."""
-        contender, dtype = BY_NAME[name], dtype or self.dtype
+        contender, dtype = BY_NAME[name], self.dtype
         model = contender.build(self.network, self.state, self.device, dtype)
-        drawn = data.Batches(self.images, self.task.batch, seed=seed, size=self.network.image_size)
+        drawn = data.Batches(self.images, self.task.batch, seed=2, size=self.network.image_size)
         inputs = [drawn[i] for i in range(batches)]
         inputs = [(contender.input(x, self.device, dtype), y.to(self.device)) for x, y in inputs]
         return TrainingStep(model, inputs, graphed=contender.graphed)
@@ -232,7 +212,7 @@ def measure_steps(session: Session) -> None:
     known = task.rows().get(ANCHOR)
     has_reference = known is not None and known.median_ms is not None and ANCHOR not in wanted
     steps: dict[str, TrainingStep] = {}
-    rows = {name: session.row(name).without_times() for name in wanted}
+    rows = {name: session.row(name) for name in wanted}
     if has_reference:
         steps[ANCHOR] = session.step(ANCHOR)
         steps[ANCHOR]()
@@ -311,18 +291,6 @@ def kept_bytes(contender: Contender, model: nn.Module, images: Tensor) -> int:
     return measure.allocated_bytes(lambda: model(images), images.device)
 
 
-def measure_kept_bytes(session: Session) -> None:
-    """Counts the bytes that a forward keeps; runs no training step."""
-    for name in tqdm(session.task.missing(), desc=session.task.title, leave=False):
-        row = session.row(name)
-        try:
-            step = session.step(name, batches=1)
-            row.saved_bytes = kept_bytes(BY_NAME[name], step.model, next(step.batches)[0])
-            put(session.task.path, row)
-        except Exception as error:  # measure the other contenders
-            session.fail(row, error)
-
-
 def measure_peak(session: Session) -> None:
     """Measures the peak resident memory of a training step, for the task's only contender.
 
@@ -342,66 +310,11 @@ def measure_peak(session: Session) -> None:
     put(session.task.path, row)
 
 
-def measure_curves(session: Session) -> None:
-    """Records the losses of fused and eager training on the same batches from the same weights.
-
-    Networks below 300 layers are also trained in float64. Deviations are relative to float64 if it
-    is there, else to eager.
-    """
-    task, (fused, eager) = session.task, CURVES
-    dtypes = {fused: session.dtype, eager: session.dtype}
-    if session.network.depth < 300:
-        dtypes[TRUTH] = torch.float64
-    truth = list(dtypes)[-1]
-    losses = {}
-    for name, dtype in dtypes.items():
-        step = session.step(
-            eager if name == TRUTH else name, seed=3, batches=task.steps, dtype=dtype
-        )
-        turns = tqdm(range(task.steps), desc=f"{task.title}: {name}", leave=False)
-        losses[name] = [float(step()) for _ in turns]
-    points = [
-        CurvePoint(
-            case=session.network.name,
-            contender=name,
-            dtype=measure.dtype_name(dtypes[name]),
-            batch=task.batch,
-            step=index,
-            loss=loss,
-            truth=truth,
-            deviation=abs(loss - losses[truth][index]) / abs(losses[truth][index]),
-        )
-        for name, curve in losses.items()
-        for index, loss in enumerate(curve)
-    ]
-    put(Path(f"{task.stem}{TRAINING}"), *map(session.machine.stamp, points))
-
-
-def measure_ops(session: Session) -> None:
-    """Runs `pytest bench/ops.py`; exits with its status."""
-    task = session.task
-    dtype = next(name for name, dtype in measure.DTYPES.items() if dtype == session.dtype)
-    command = [sys.executable, "-m", "pytest", "bench/ops.py", "-q", "-p", "no:cacheprovider"]
-    command += ["-o", "addopts=", "--benchmark-disable-gc", f"--bench-device={task.device}"]
-    command += [f"--bench-dtype={dtype}", f"--bench-command={task.command}"]
-    command += [f"--bench-batch={task.batch}", f"--bench-out={task.path.parent}"]
-    os.execv(sys.executable, command)
-
-
-KINDS = {
-    "steps": measure_steps,
-    "ops": measure_ops,
-    "kept": measure_kept_bytes,
-    "peak": measure_peak,
-    "curves": measure_curves,
-}
-
-
 def main(given: str) -> None:
     """Measures a task."""
     task = Task(**json.loads(given))
     try:
-        KINDS[task.kind](Session(task))
+        (measure_peak if task.kind == "peak" else measure_steps)(Session(task))
     except KeyboardInterrupt:
         sys.exit("out of time")
 

@@ -1,16 +1,12 @@
 """Op benchmarks: the fused ops against the eager channels_last sequence, `pytest bench/ops.py`.
 
 Shapes are taken from the stages of ResNet-1001. A benchmark fails and records no time if results
-exceed the budget (twice eager's own error against float64, plus one rounding). Rounds of the
-contenders alternate.
+exceed the budget (twice eager's own error against float64, plus one rounding). Rounds of fused and
+eager alternate. `PREACT_KERNELS_BACKEND` chooses the backend.
 
 On a GPU, calls cycle through so many inputs that none is in the L2 cache, and a CUDA graph of many
 calls is replayed for at least `ROUND_MS`, which leaves out launches. On a CPU there are three
 inputs: in a network, too, they come from the caches.
-
-On a GPU there are two more contenders: the fused op of the Triton backend, and PyTorch's
-convolution after the fused batch norm and ReLU of the CUDA library. If their results exceed the
-budget, a row says so, and the others are timed before the benchmark fails.
 """
 
 import functools
@@ -18,9 +14,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -29,9 +23,7 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from bench import floors, measure
-from bench.measure import first_line
 from bench.records import Row
-from preact_kernels.kernels.cuda import CUDAKernels
 
 STAGES = ((16, 32), (32, 16), (64, 8))  # inner channels; height and width in pixels
 ROUNDS_S = 0.5  # approximate time of the rounds of one benchmark
@@ -148,56 +140,31 @@ def eager(case: Case, t: dict) -> Tensor:
     return y + t["residual"] if case.has_residual else y
 
 
-class Contender(NamedTuple):
-    """A way to run an op."""
-
-    forward: Callable[[Case, dict], Tensor]
-    context: Callable[[], AbstractContextManager]  # context of forward and backward
-    keeps: str  # tensors kept for the backward
-
-
 EAGER, FUSED = "eager-channels-last", "fused"
-CONTENDERS = {
-    EAGER: Contender(eager, nullcontext, "x and activation"),
-    FUSED: Contender(fused, nullcontext, "x"),
-    "fused-triton": Contender(fused, lambda: pk.use_backend("triton"), "x"),
-    "fused-bn-relu": Contender(
-        fused, lambda: mock.patch.object(CUDAKernels, "serves", lambda *_: False), "x"
-    ),
-}
+CONTENDERS = {EAGER: eager, FUSED: fused}
+KEEPS = {EAGER: "x and activation", FUSED: "x"}  # for the backward
 
 
-def contenders(case: Case, device: torch.device) -> dict[str, Contender]:
-    """Returns the contenders for an op, by name."""
-    names, libraries = [EAGER, FUSED], pk.available_backends() if device.type == "cuda" else ()
-    if "triton" in libraries:
-        names.append("fused-triton")
-    if "cuda" in libraries and case.out is not None:
-        names.append("fused-bn-relu")
-    return {name: CONTENDERS[name] for name in names}
-
-
-def run(contender: Contender, case: Case, t: dict, backward: bool) -> tuple[Tensor, ...]:
+def run(name: str, case: Case, t: dict, backward: bool) -> tuple[Tensor, ...]:
     """Returns the output, and with `backward` the gradients of all inputs."""
-    with contender.context():
-        y = contender.forward(case, t)
-        if not backward:
-            return (y,)
-        wanted = [v for v in t.values() if v.requires_grad]
-        return y.detach(), *torch.autograd.grad(y, wanted, t["dy"])
+    y = CONTENDERS[name](case, t)
+    if not backward:
+        return (y,)
+    wanted = [v for v in t.values() if v.requires_grad]
+    return y.detach(), *torch.autograd.grad(y, wanted, t["dy"])
 
 
-def assert_correct(case: Case, settings, contender: Contender) -> None:
-    """Asserts that the error of `contender` is at most twice eager's, plus one rounding."""
+def assert_correct(case: Case, settings) -> None:
+    """Asserts that the fused op's error is at most twice eager's, plus one rounding."""
     t = inputs(case, settings.batch, settings.device, settings.dtype, seed=0)
 
     def copy(dtype: torch.dtype | None) -> dict:
         copies = {name: v.detach().to(dtype, copy=True) for name, v in t.items()}
         return {name: v.requires_grad_(t[name].requires_grad) for name, v in copies.items()}
 
-    truth = run(CONTENDERS[EAGER], case, copy(torch.float64), True)
-    own = run(CONTENDERS[EAGER], case, copy(None), True)
-    found = run(contender, case, copy(None), True)
+    truth = run(EAGER, case, copy(torch.float64), True)
+    own = run(EAGER, case, copy(None), True)
+    found = run(FUSED, case, copy(None), True)
     eps = torch.finfo(settings.dtype).eps
     for index, (f, o, exact) in enumerate(zip(found, own, truth, strict=True)):
         norm = exact.norm()
@@ -226,77 +193,52 @@ def many_calls(call: Callable[[dict], object], sets: list[dict], device: torch.d
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward-backward"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_op(benchmark, record, settings, case: Case, backward: bool) -> None:
-    """Times the fused op; the set-up of each round is a round of the other contenders."""
+    """Times the fused op; the set-up of each round is a round of eager PyTorch."""
     device, dtype, batch = settings.device, settings.dtype, settings.batch
-    found, wrong = dict(contenders(case, device)), []
-    for name in [name for name in found if name != EAGER]:
-        try:
-            assert_correct(case, settings, found[name])
-            measure.synchronize(device)
-        except Exception as error:
-            if name == FUSED:
-                raise
-            measure.synchronize(device)  # raises if the GPU is lost
-            wrong.append(f"{name}: {first_line(error)}")
-            record(_row(case, settings, backward, name, found.pop(name), first_line(error)))
-
+    assert_correct(case, settings)
     first = inputs(case, batch, device, dtype, seed=1)
-    set_bytes = sum(t.numel() * t.element_size() for t in first.values())
     count = 3
     if device.type == "cuda":
+        set_bytes = sum(t.numel() * t.element_size() for t in first.values())
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         count = min(64, max(8, 2 * cache // set_bytes))
     sets = [first, *(inputs(case, batch, device, dtype, seed=s) for s in range(2, count + 1))]
     timed, calls = {}, {}
-    for name, contender in found.items():
-        call = functools.partial(run, contender, case, backward=backward)
+    for name in CONTENDERS:
+        call = functools.partial(run, name, case, backward=backward)
         timed[name], calls[name] = many_calls(call, sets, device)
+    eager_s: list[float] = []
 
-    samples_s: dict[str, list[float]] = {name: [] for name in found}
-
-    def others() -> None:
-        for name, call in timed.items():
-            if name != FUSED:
-                start_s = time.perf_counter()
-                call()
-                samples_s[name].append(time.perf_counter() - start_s)
+    def run_eager() -> None:
+        start_s = time.perf_counter()
+        timed[EAGER]()
+        eager_s.append(time.perf_counter() - start_s)
 
     for _ in range(3):
-        others()
+        run_eager()
         timed[FUSED]()
-    rounds = int(min(200, max(20, ROUNDS_S / 2 / min(samples_s[EAGER]))))
-    for samples in samples_s.values():
-        samples.clear()
+    rounds = int(min(200, max(20, ROUNDS_S / 2 / min(eager_s))))
+    eager_s.clear()
     benchmark.group = case.title
-    benchmark.pedantic(timed[FUSED], setup=others, rounds=rounds)
-    samples_s[FUSED] = benchmark.stats.stats.data
+    benchmark.pedantic(timed[FUSED], setup=run_eager, rounds=rounds)
 
     cost = case.cost(batch, dtype, backward)
-    for name, samples in samples_s.items():
-        row = _row(case, settings, backward, name, found[name])
-        timing = measure.Timing.of([s * 1e3 / calls[name] for s in samples])
+    for name, samples_s in ((EAGER, eager_s), (FUSED, benchmark.stats.stats.data)):
+        row = Row(
+            level="op",
+            contender=name,
+            case=f"{case.title}, {'forward + backward' if backward else 'forward'}",
+            shape=f"{batch}x{case.shape}",
+            batch=batch,
+            dtype=measure.dtype_name(dtype),
+            memory_mode=KEEPS[name],
+            correct="yes",
+            instruction_set=measure.instruction_set(device),
+        )
+        timing = measure.Timing.of([s * 1e3 / calls[name] for s in samples_s])
         row.set_timing(timing, settings.ceilings.floor_ms(*cost, dtype))
         row.gb_per_s = cost.bytes_moved / row.median_ms / 1e6
         row.gflop_per_s = cost.flops / row.median_ms / 1e6
         shown = "median_ms", "gb_per_s", "gflop_per_s", "x_of_floor"
         benchmark.extra_info[name] = {column: getattr(row, column) for column in shown}
         record(row)
-    assert not wrong, "; ".join(wrong)
-
-
-def _row(
-    case: Case, settings, backward: bool, name: str, contender: Contender, failure: str = ""
-) -> Row:
-    """Returns the row of a contender without its times."""
-    return Row(
-        level="op",
-        contender=name,
-        case=f"{case.title}, {'forward + backward' if backward else 'forward'}",
-        shape=f"{settings.batch}x{case.shape}",
-        batch=settings.batch,
-        dtype=measure.dtype_name(settings.dtype),
-        memory_mode=contender.keeps,
-        correct="no" if failure else "yes",
-        note=failure,
-        instruction_set=measure.instruction_set(settings.device),
-    )

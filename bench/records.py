@@ -11,14 +11,10 @@ from typing import ClassVar
 from tabulate import tabulate
 
 # Endings of the files that do not hold `Row`s.
-TRAINING = "-training.csv"
 SCALING = "-scaling.csv"
-CONVERTED = "-converted.csv"
-RIVALS = "-rivals.csv"
-INFERENCE = "-inference.csv"
+MODELS = "-models.csv"
 LAUNCHES = "-launches.csv"
 CEILINGS = "-ceilings.csv"
-BLOCK_SHAPES = "-block-shapes.csv"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -67,33 +63,12 @@ class Row(Measured):
 
     KEY = ("level", "contender", "case", "shape", "batch", "dtype", "instruction_set")
 
-    def without_times(self) -> "Row":
-        """Returns a copy without times, to be timed again."""
-        times = "median_ms p20_ms p80_ms floor_ms x_of_floor images_per_s gb_per_s gflop_per_s"
-        return dataclasses.replace(self, **dict.fromkeys(times.split()), correct="", note="")
-
     def set_timing(self, timing, floor_ms: float | None) -> None:
         """Sets the times from a `bench.measure.Timing`, and derived columns."""
         self.median_ms, self.p20_ms, self.p80_ms = timing
         self.images_per_s = self.batch / (timing.median_ms / 1e3)
         if floor_ms is not None:
             self.floor_ms, self.x_of_floor = floor_ms, timing.median_ms / floor_ms
-
-
-@dataclasses.dataclass
-class CurvePoint(Measured):
-    """The loss of one training step of one contender."""
-
-    case: str
-    contender: str
-    dtype: str
-    batch: int
-    step: int
-    loss: float
-    truth: str  # the contender that it is compared with
-    deviation: float  # |loss - loss of truth| / |loss of truth|
-
-    KEY = ("case", "contender", "dtype", "batch", "step")
 
 
 @dataclasses.dataclass
@@ -128,31 +103,8 @@ class ScalingRow(Measured):
 
 
 @dataclasses.dataclass
-class ConvertedRow(Measured):
-    """One model before and after `pk.convert`: see bench/converted.py."""
-
-    case: str
-    batch: int
-    image_size: int  # pixels
-    dtype: str
-    batch_norms: int
-    fused: int  # batch norms that run fused
-    plain_bytes: int | None = None  # kept for the backward
-    store_bytes: int | None = None
-    rebuild_bytes: int | None = None
-    plain_ms: float | None = None  # median time of a training step
-    store_ms: float | None = None
-    rebuild_ms: float | None = None
-    plain_channels_last_ms: float | None = None  # weights and images in channels_last
-    store_channels_last_ms: float | None = None
-    compiled_graphs: int | None = None  # graphs of the converted model; 1: no graph break
-
-    KEY = ("case", "batch", "image_size", "dtype")
-
-
-@dataclasses.dataclass
-class RivalRow(Measured):
-    """One way to train a published model: see bench/rivals.py."""
+class ModelRow(Measured):
+    """One way to train a published model: see bench/models.py."""
 
     case: str
     contender: str
@@ -167,23 +119,6 @@ class RivalRow(Measured):
     note: str = ""  # why it was not measured
 
     KEY = ("case", "contender", "shape", "dtype")
-
-
-@dataclasses.dataclass
-class InferenceRow(Measured):
-    """One contender on one network in evaluation mode: see bench/inference.py."""
-
-    case: str  # the network
-    contender: str
-    batch: int
-    image_size: int  # pixels
-    dtype: str
-    median_ms: float | None = None
-    p20_ms: float | None = None
-    p80_ms: float | None = None
-    images_per_s: float | None = None
-
-    KEY = ("case", "contender", "batch", "image_size", "dtype")
 
 
 @dataclasses.dataclass
@@ -234,40 +169,14 @@ class CeilingRow(Measured):
     KEY = ("name",)
 
 
-@dataclasses.dataclass
-class BlockShapeRow(Measured):
-    """A stage with another launch configuration of a kernel: see bench/block_shapes.py."""
-
-    network: str
-    batch: int
-    dtype: str
-    stage: int
-    kernel: str  # "F1" in the forward; "B1", or "B1 input" and "B1 weight", in the backward
-    conv: str  # shape of the weight
-    chosen: str  # launch configuration
-    change: str
-    us_per_block: float | None = None  # forward and backward; None: not measured
-    before_us_per_block: float | None = None  # of the unchanged stage, before a dozen changes
-    after_us_per_block: float | None = None  # and after them
-    gain_us_per_block: float | None = None
-    note: str = ""  # why it was not measured
-
-    KEY = ("network", "batch", "dtype", "stage", "kernel", "change")
-
-    def set_times(self, us: float | None, before_us: float, after_us: float | None = None) -> None:
-        """Sets the times, and the gain over the mean of the unchanged stage's."""
-        self.us_per_block, self.before_us_per_block, self.after_us_per_block = (
-            us,
-            before_us,
-            after_us,
-        )
-        if us is not None:
-            self.gain_us_per_block = (before_us + (after_us or before_us)) / 2 - us
-
-
 def number(value: float | None, form: str = ",.1f") -> str:
     """Formats a number; None is empty."""
     return "" if value is None else format(value, form)
+
+
+def mib(value: int | None) -> str:
+    """Formats bytes in MiB; None is empty."""
+    return number(None if value is None else value / 2**20, ",.0f")
 
 
 def table(lines: Sequence[Mapping[str, object]], form: str = "simple") -> str:
@@ -307,7 +216,7 @@ def read(path: Path, record: type[Measured]) -> list:
         if list(reader.fieldnames or ()) != list(types):
             raise ValueError(
                 f"{path}: expected the columns {', '.join(types)}, got "
-                f"{', '.join(reader.fieldnames or ('none',))}; measure again without --resume"
+                f"{', '.join(reader.fieldnames or ('none',))}"
             )
         return [
             record(**{n: parsed(text, types[n]) for n, text in line.items()}) for line in reader

@@ -1,85 +1,64 @@
 """Writes the tables and plots of README.md and docs/: `python -m bench.report`.
 
 All results come from the CSV files in `bench/results`. A generated block is between
-`<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; `PAGES` lists the blocks of each page.
+`<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; `PAGES` has the block of each page.
 """
 
 import itertools
 import os
-import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench import converted, launches, measure, plots, probes, rivals
+from bench import measure, plots
 from bench.contenders import (
     ANCHOR,
     BY_NAME,
     FAMILIES,
     Network,
     has_drifted,
-    is_headline,
     is_rival,
     relative_times,
 )
-from bench.measure import MIB, ROOT
+from bench.measure import ROOT
 from bench.records import (
-    BLOCK_SHAPES,
     CEILINGS,
-    CONVERTED,
-    INFERENCE,
     LAUNCHES,
-    RIVALS,
+    MODELS,
     SCALING,
-    TRAINING,
-    CeilingRow,
-    ConvertedRow,
-    CurvePoint,
-    LaunchRow,
-    RivalRow,
+    Measured,
+    ModelRow,
     Row,
+    mib,
     number,
     read,
+    slug,
     table,
 )
 
-PAGES = {
-    "README.md": ("headline",),
-    "docs/benchmarks.md": ("gpu", "network", "memory", "rivals", "training", "ops"),
-    "docs/convert.md": ("converted",),
-}
+PAGES = {"README.md": "headline", "docs/benchmarks.md": "steps", "docs/convert.md": "models"}
 HEADLINE_NETWORK = "resnet-1001"
-_NETWORK_COMMAND = "python -m bench --out bench/results"
-_OPS_COMMAND = "pytest bench/ops.py --bench-out bench/results"
+NOTE = f"Times are scaled by {ANCHOR}'s in the same rounds, except those of CUDA graphs."
 _ORDER = list(BY_NAME)
 
-Device = tuple[list[Row], list[CurvePoint]]
 
-
-def load(folder: Path) -> dict[str, Device]:
-    """Reads rows and training curves from the CSV files of a folder, by device.
+def load(folder: Path) -> dict[str, list[Row]]:
+    """Reads the rows in the CSV files of a folder, by device: GPUs first.
 
     Raises:
         FileNotFoundError: there are no such files.
         ValueError: a file has other columns.
     """
-    found: dict[str, Device] = {}
+    found: dict[str, list[Row]] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if path.name.endswith(
-            (SCALING, CONVERTED, INFERENCE, LAUNCHES, CEILINGS, RIVALS, BLOCK_SHAPES)
-        ):
-            continue
-        is_curve = path.name.endswith(TRAINING)
-        for record in read(path, CurvePoint if is_curve else Row):
-            found.setdefault(record.device, ([], []))[int(is_curve)].append(record)
+        if not path.name.endswith((SCALING, MODELS, LAUNCHES, CEILINGS)):
+            for row in read(path, Row):
+                found.setdefault(row.device, []).append(row)
     if not found:
         raise FileNotFoundError(
             f"{folder}: expected CSV files of `python -m bench --out {folder}`, found none"
         )
-    return found
-
-
-def _mib(value: int | None) -> str:
-    return number(None if value is None else value / MIB, ",.0f")
+    # The name of a processor ends with its threads.
+    return dict(sorted(found.items(), key=lambda item: (item[0].endswith(")"), item[0])))
 
 
 def _groups(rows: Iterable[Row]) -> list[list[Row]]:
@@ -97,168 +76,44 @@ def _groups(rows: Iterable[Row]) -> list[list[Row]]:
     return [list(members) for _, members in itertools.groupby(found, group)]
 
 
-def network_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Formats step times: median and percentiles, images per second, multiple of the floor."""
+def _share_of_eager(row: Row, group: Sequence[Row]) -> str:
+    """Formats kept bytes as a share of eager's."""
+    eager = next((r.saved_bytes for r in group if r.contender == "eager-channels-last"), None)
+    return number(row.saved_bytes / eager if eager and row.saved_bytes else None, ".3f")
+
+
+def step_table(rows: Sequence[Row]) -> str:
+    """Formats all rows of networks: times, bytes, or the reason why there is no time."""
     lines = []
-    for group in _groups(r for r in rows if r.correct or r.median_ms is not None):
+    for group in _groups(rows):
         ratios = relative_times(group)
         for r in group:
-            times, ratio = r.note.split(":")[0], ratios.get(r.contender)
+            times = r.note.split(":")[0]
             if r.median_ms is not None:
                 times = f"{r.median_ms:,.1f} ({r.p20_ms:,.1f}-{r.p80_ms:,.1f})"
-            if r.correct == "another function":
-                times += ", another function"
-            if has_drifted(r, group):
-                times, ratio = f"{times}, the machine drifted", None
             lines.append(
                 {
                     "network": r.case,
                     "batch": r.batch,
                     "dtype": r.dtype,
-                    "instruction set": r.instruction_set,
                     "contender": r.contender,
                     "step, ms: median (p20-p80)": times,
-                    f"x of {ANCHOR}": number(ratio, ".2f"),
-                    "images/s": number(r.images_per_s),
+                    f"x of {ANCHOR}": number(ratios.get(r.contender), ".2f"),
                     "x of floor": number(r.x_of_floor, ".2f"),
+                    "kept, MiB": mib(r.saved_bytes),
+                    "of eager": _share_of_eager(r, group),
+                    "peak, MiB": mib(r.peak_bytes),
                 }
             )
-    return table(lines, form)
-
-
-def _share_of_eager(row: Row, group: Sequence[Row]) -> str:
-    """Formats kept bytes as a share of eager's."""
-    eager = next((r.saved_bytes for r in group if r.contender == "eager-channels-last"), None)
-    return number(row.saved_bytes / eager if eager else None, ".3f")
-
-
-def memory_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Formats bytes kept for the backward, also as a share of eager's, and peak memory."""
-    lines = [
-        {
-            "network": r.case,
-            "batch": r.batch,
-            "dtype": r.dtype,
-            "contender": r.contender,
-            "keeps": r.memory_mode,
-            "kept for the backward, MiB": _mib(r.saved_bytes),
-            "of eager": _share_of_eager(r, group),
-            "peak of a step, MiB": _mib(r.peak_bytes),
-            "peak of the process, MiB": _mib(r.peak_raw_bytes),
-            "step, ms": number(r.median_ms),
-        }
-        for group in _groups(rows)
-        for r in group
-        if r.saved_bytes is not None
-    ]
-    return table(lines, form)
-
-
-def _headline_group(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows of `HEADLINE_NETWORK` with the batch and dtype of the most contenders."""
-    wanted = [r for r in rows if r.case == HEADLINE_NETWORK and r.saved_bytes]
-    return max(_groups(wanted), key=len, default=[])
-
-
-def headline_table(rows: Sequence[Row]) -> str:
-    """Formats time and kept bytes of `HEADLINE_NETWORK`: fused contenders and the best rivals.
-
-    Left out are experiments, which the library does not run by default. A rival is left out if
-    another rival is as fast and keeps as little.
-    """
-    group = [r for r in _headline_group(rows) if r.correct == "yes"]
-    times = relative_times(group)
-    timed = [r for r in group if r.contender in times]
-    anchor_ms = next((r.median_ms for r in group if r.contender == ANCHOR), 0)
-    rivals = {(times[r.contender], r.saved_bytes) for r in timed if is_rival(r.contender)}
-    lines = []
-    for r in sorted(timed, key=lambda r: -r.saved_bytes):
-        name, own = r.contender, (times[r.contender], r.saved_bytes)
-        if not is_rival(name):
-            if not is_headline(name):
-                continue
-            name = f"**{name}**"
-        elif any(t <= own[0] and k <= own[1] for t, k in rivals - {own}):
-            continue
-        lines.append(
-            {
-                f"{r.case}, batch {r.batch}, {r.dtype}": name,
-                "keeps": r.memory_mode,
-                "kept for the backward, MiB": _mib(r.saved_bytes),
-                "of eager": _share_of_eager(r, group),
-                "step, ms": number(own[0] * anchor_ms),
-            }
-        )
-    if not lines:
-        return ""
-    note = f"Times are scaled by {ANCHOR}'s in the same rounds, except those of CUDA graphs."
-    return f"{table(lines, 'github')}\n\n{note}"
-
-
-def training_table(points: Sequence[CurvePoint], form: str = "github") -> str:
-    """Formats first and last loss of every curve, and its largest relative deviation."""
-    lines = []
-    for case, contender in dict.fromkeys((p.case, p.contender) for p in points):
-        curve = [p for p in points if (p.case, p.contender) == (case, contender)]
-        curve.sort(key=lambda p: p.step)
-        first, deviation = curve[0], max(p.deviation for p in curve)
-        lines.append(
-            {
-                "network": case,
-                "contender": contender,
-                "dtype": first.dtype,
-                "steps": len(curve),
-                "first loss": f"{first.loss:.4f}",
-                "last loss": f"{curve[-1].loss:.4f}",
-                "against": first.truth,
-                "largest relative deviation": (
-                    "" if contender == first.truth else f"{deviation:.1e}"
-                ),
-            }
-        )
-    return table(lines, form)
-
-
-def ops_table(rows: Sequence[Row], form: str = "github") -> str:
-    """Formats times of ops, the ratio of eager to fused, and the rates of the fused op."""
-    ops: dict[tuple, dict[str, Row]] = {}
-    for r in rows:
-        if r.level == "op":
-            ops.setdefault((r.case, r.shape, r.dtype), {})[r.contender] = r
-    others = dict.fromkeys(name for by_name in ops.values() for name in by_name)
-    others = [name for name in others if name not in ("fused", "eager-channels-last")]
-    lines = []
-    for (case, shape, dtype), by_name in ops.items():
-        ours, eager = by_name.get("fused"), by_name.get("eager-channels-last")
-        if ours is None or eager is None:
-            continue
-        more = {name: by_name[name].median_ms if name in by_name else None for name in others}
-        lines.append(
-            {
-                "op": case,
-                "input": shape,
-                "dtype": dtype,
-                "eager channels_last, ms": f"{eager.median_ms:.3f}",
-                "fused, ms": f"{ours.median_ms:.3f}",
-                **{f"{name}, ms": number(ms, ".3f") for name, ms in more.items()},
-                "eager / fused": f"{eager.median_ms / ours.median_ms:.2f}",
-                "fused, GB/s": number(ours.gb_per_s),
-                "fused, GFLOP/s": number(ours.gflop_per_s, ",.0f"),
-                "x of floor": number(ours.x_of_floor, ".2f"),
-            }
-        )
-    return table(lines, form)
+    return table(lines)
 
 
 def best_rivals(rows: Sequence[Row]) -> list[str]:
-    """Returns a line per network: the fastest rival compared with the fastest fused contender.
-
-    Experiments are neither.
-    """
+    """Returns a line per network: the fastest rival compared with the fastest fused contender."""
     lines = []
     for group in _groups(r for r in rows if r.median_ms is not None):
         right = [r for r in group if r.correct == "yes" and not has_drifted(r, group)]
-        ours = [r for r in right if is_headline(r.contender)]
+        ours = [r for r in right if not is_rival(r.contender)]
         rivals = [r for r in right if is_rival(r.contender)]
         if not ours or not rivals:
             continue
@@ -271,126 +126,166 @@ def best_rivals(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def section(title: str, contents: str, records: Sequence) -> str:
-    """Formats a title, a table and the origin of its records."""
+def _best_lines(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Returns a line for each fused contender of a network and for its best rivals.
+
+    A rival is left out if another rival is as fast and keeps as little.
+    """
+    group = [r for r in rows if r.correct == "yes"]
+    times = relative_times(group)
+    timed = [r for r in group if r.contender in times and r.saved_bytes is not None]
+    anchor_ms = next((r.median_ms for r in group if r.contender == ANCHOR), 0)
+    rivals = {(times[r.contender], r.saved_bytes) for r in timed if is_rival(r.contender)}
+    lines = []
+    for r in sorted(timed, key=lambda r: -r.saved_bytes):
+        name, own = r.contender, (times[r.contender], r.saved_bytes)
+        if not is_rival(name):
+            name = f"**{name}**"
+        elif any(t <= own[0] and k <= own[1] for t, k in rivals - {own}):
+            continue
+        lines.append(
+            {
+                "contender": name,
+                "keeps": r.memory_mode,
+                "kept for the backward, MiB": mib(r.saved_bytes),
+                "of eager": _share_of_eager(r, group),
+                "peak of a step, MiB": mib(r.peak_bytes),
+                "step, ms": number(own[0] * anchor_ms),
+            }
+        )
+    return lines
+
+
+def best_table(rows: Sequence[Row]) -> str:
+    """Formats the lines of every network of a device."""
+    lines = []
+    for group in _groups(rows):
+        first = group[0]
+        network = {"network": first.case, "batch": first.batch, "dtype": first.dtype}
+        for line in _best_lines(group):
+            lines.append({**network, **line})
+            network = dict.fromkeys(network, "")  # in the first line alone
+    return table(lines, "github")
+
+
+def _headline_group(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of `HEADLINE_NETWORK` with the batch and dtype of the most contenders."""
+    wanted = [r for r in rows if r.case == HEADLINE_NETWORK and r.median_ms and r.saved_bytes]
+    return max(_groups(wanted), key=len, default=[])
+
+
+def headline_table(rows: Sequence[Row]) -> str:
+    """Formats the lines of `HEADLINE_NETWORK`, without peaks."""
+    group = _headline_group(rows)
+    lines = []
+    for line in _best_lines(group):
+        title = f"{group[0].case}, batch {group[0].batch}, {group[0].dtype}"
+        del line["peak of a step, MiB"]
+        lines.append({title: line.pop("contender"), **line})
+    return f"{table(lines, 'github')}\n\n{NOTE}" if lines else ""
+
+
+def section(device: str, contents: str, records: Sequence[Measured]) -> str:
+    """Formats a device, a table and the origin of its records."""
 
     def distinct(name: str) -> str:
         return "; ".join(dict.fromkeys(getattr(r, name) for r in records))
 
     commit, versions, date, command = map(distinct, ("commit", "versions", "date", "command"))
     origin = f"<sub>Commit {commit}; {versions}; {date}; `{command}`</sub>"
-    return "\n\n".join([title, contents, origin])
+    return "\n\n".join([f"**{device}**", contents, origin])
+
+
+def _plots(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Writes the plots of the batch and dtype of the headline."""
+    group = _headline_group(rows)
+    if not group:
+        return []
+    batch, dtype = group[0].batch, group[0].dtype
+    networks = [r for r in rows if r.level == "network" and (r.batch, r.dtype) == (batch, dtype)]
+    shown = [r for r in networks if Network.named(r.case).family == "resnet"]
+    return plots.write_plots(shown, folder)
 
 
 def _image(path: Path, page: Path) -> str:
     return f"![{path.stem}]({os.path.relpath(path, page.parent)})"
 
 
-def headline_block(devices: dict[str, Device], figures: dict, page: Path) -> str:
+def headline_block(folder: Path, page: Path) -> str:
     """Returns the Markdown of the headline: the fastest device, with memory against time."""
+    # "NVIDIA H200, backend triton" is not what the package runs by default.
+    devices = {name: rows for name, rows in load(folder).items() if ", " not in name}
 
     def speed(device: str) -> float:
-        return max((r.images_per_s or 0.0 for r in _headline_group(devices[device][0])), default=0)
+        return max((r.images_per_s or 0.0 for r in _headline_group(devices[device])), default=0)
 
     device = max(devices, key=speed)
-    contents = headline_table(devices[device][0])
+    contents = headline_table(devices[device])
     if not contents:
-        return f"**{device}**: not measured yet; run `{_NETWORK_COMMAND}`."
+        return f"**{device}**: not measured yet; run `python -m bench --out bench/results`."
     wanted = f"{HEADLINE_NETWORK}-memory-against-time"
-    images = [_image(p, page) for p in figures[device]["memory"] if p.stem.endswith(wanted)]
-    return "\n\n".join([f"**{device}**", contents, *images[:1]])
+    paths = [p for p in _plots(devices[device], folder) if p.stem.endswith(wanted)]
+    return "\n\n".join([f"**{device}**", contents, *(_image(p, page) for p in paths)])
 
 
-_TABLES = {
-    "network": network_table,
-    "memory": memory_table,
-    "training": training_table,
-    "ops": ops_table,
-}
-
-
-def device_block(name: str, devices: dict[str, Device], figures: dict, page: Path) -> str:
-    """Returns the Markdown of the block "network", "memory", "training" or "ops", by device.
-
-    Args:
-        name: name of the block.
-        devices: result of `load`.
-        figures: results of `plots.write_plots`, by device.
-        page: the file of the block; links to figures start from its folder.
-    """
+def steps_block(folder: Path, page: Path) -> str:
+    """Returns the Markdown of training steps: a table and plots for each device."""
     sections = []
-    for device, (rows, points) in devices.items():
-        level = "op" if name == "ops" else "network"
-        records = points if name == "training" else [r for r in rows if r.level == level]
-        contents = _TABLES[name](records)
-        if not contents:
-            command = _OPS_COMMAND if name == "ops" else _NETWORK_COMMAND
-            sections.append(f"**{device}**: not measured yet; run `{command}`.")
+    for device, rows in load(folder).items():
+        file = folder / f"{slug(device)}.csv"
+        link = f"All rows: [{file.name}]({os.path.relpath(file, page.parent)})"
+        images = [_image(path, page) for path in _plots(rows, folder)]
+        timed = [r for r in rows if r.level == "network" and r.median_ms is not None]
+        contents = "\n\n".join([best_table(rows), *images, link])
+        sections.append(section(device, contents, timed))
+    return "\n\n".join([NOTE, *sections])
+
+
+def models_table(rows: Sequence[ModelRow]) -> str:
+    """Formats a line per model: its fastest rival, and the modes of the converted model."""
+    lines = []
+    cases = dict.fromkeys((r.case, r.shape, r.dtype) for r in rows)
+    for case in cases:
+        own = [r for r in rows if (r.case, r.shape, r.dtype) == case and r.median_ms]
+        fused = [r for r in own if r.fused]
+        rivals = [r for r in own if not r.fused]
+        kept = next((r.saved_bytes for r in rivals if r.contender == "eager"), None)
+        if not fused or not kept:
             continue
-        parts = [contents]
-        if name == "network":
-            parts.append("\n".join(f"- {line}" for line in best_rivals(records)))
-        parts += [_image(path, page) for path in figures[device].get(name, [])]
-        sections.append(section(f"**{device}**", "\n\n".join(filter(None, parts)), records))
-    return "\n\n".join(sections)
+        best = min(rivals, key=lambda r: r.median_ms)
+        line = {
+            "model": case[0],
+            "input": case[1],
+            "dtype": case[2],
+            "fused": fused[0].fused,
+            "eager keeps, MiB": mib(kept),
+            "best rival": best.contender,
+            "step, ms": number(best.median_ms, ",.0f"),
+        }
+        for mode in ("store", "rebuild", "checkpoint"):
+            in_mode = [r for r in fused if _mode(r.contender) == mode]
+            fastest = min(in_mode, key=lambda r: r.median_ms, default=None)
+            shares = [r.saved_bytes / kept for r in in_mode if r.saved_bytes]
+            line[f"{mode}: speed, keeps"] = (
+                f"{best.median_ms / fastest.median_ms:.2f}x, {min(shares):.2f}" if fastest else ""
+            )
+        lines.append(line)
+    return table(lines, "github")
 
 
-def _models_block(folder: Path, suffix: str, kind: type, source: types.ModuleType) -> str:
-    """Returns the Markdown of models of other packages, a section per device."""
-    files = [read(path, kind) for path in sorted(folder.glob(f"*{suffix}"))]
-    sections = [
-        section(f"**{rows[0].device}**", source.table(rows, "github"), rows) for rows in files
-    ]
-    command = f"python -m {source.__name__} --out bench/results"
-    return "\n\n".join(sections) or f"Not measured yet; run `{command}`."
+def _mode(contender: str) -> str:
+    """Returns the memory mode of a converted model."""
+    return next((mode for mode in ("rebuild", "checkpoint") if mode in contender), "store")
 
 
-def converted_block(folder: Path) -> str:
-    """Returns the Markdown of models before and after conversion."""
-    return _models_block(folder, CONVERTED, ConvertedRow, converted)
+def models_block(folder: Path, page: Path) -> str:
+    """Returns the Markdown of published models, a section per device."""
+    files = [read(path, ModelRow) for path in sorted(folder.glob(f"*{MODELS}"))]
+    sections = [section(rows[0].device, models_table(rows), rows) for rows in files]
+    return "\n\n".join(sections) or "Not measured yet; run `python -m bench.models`."
 
 
-def rivals_block(folder: Path) -> str:
-    """Returns the Markdown of models against every rival."""
-    return _models_block(folder, RIVALS, RivalRow, rivals)
-
-
-def gpu_block(folder: Path) -> str:
-    """Returns the Markdown of GPUs: ceilings, and the kernels with the largest losses."""
-    sections = []
-    for path in sorted(folder.glob(f"*{CEILINGS}")):
-        ceilings = read(path, CeilingRow)
-        contents = probes.table(ceilings, "github")
-        sections.append(section(f"**{ceilings[0].device}**", contents, ceilings))
-    for path in sorted(folder.glob(f"*{LAUNCHES}")):
-        steps: dict[tuple, list[LaunchRow]] = {}
-        for row in read(path, LaunchRow):
-            if row.measured_us_per_block is not None and "projection" not in row.stage:
-                steps.setdefault(row.step, []).append(row)
-        sections += [_losses(rows) for rows in steps.values()]
-    return "\n\n".join(sections) or "Not measured yet; run `make gpu-report OUT=folder` on a GPU."
-
-
-def _losses(rows: Sequence[LaunchRow]) -> str:
-    """Formats the kernels of a measured step with the largest losses, under a line of sums."""
-    first = rows[0]
-    measured_ms, least_ms = (
-        sum(getattr(r, f"{kind}_us_per_block") * r.blocks for r in rows) / 1e3
-        for kind in ("measured", "least")
-    )
-    stages = ", ".join(sorted({r.stage for r in rows}))
-    stream = "" if first.residual_dtype == first.dtype else f", {first.residual_dtype} stream"
-    title = (
-        f"**{first.device}**, backend {first.backend}: {first.network}, batch {first.batch}, "
-        f"{first.dtype}{stream}, {first.memory}. Blocks without a projection, of the stages "
-        f"{stages}, take {measured_ms:.2f} ms, by bytes and launches at least {least_ms:.2f} ms. "
-        "The largest losses:"
-    )
-    return section(title, launches.losses(rows, form="github"), rows)
-
-
-_FOLDER_BLOCKS = {"converted": converted_block, "rivals": rivals_block, "gpu": gpu_block}
-"""Blocks with records from files that `load` does not read."""
+BLOCKS = {"headline": headline_block, "steps": steps_block, "models": models_block}
 
 
 def rewrite_block(text: str, name: str, contents: str) -> str:
@@ -409,36 +304,23 @@ def rewrite_block(text: str, name: str, contents: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the plots to the folder of the CSV files, and the blocks of every page."""
+    """Writes the plots to the folder of the CSV files, and the block of every page."""
     parser = measure.parser("bench.report", __doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     a = parser.parse_args(arguments)
     try:
-        texts = {a.root / name: (a.root / name).read_text() for name in PAGES}
-        blocks = [
-            (page, name)
-            for page, names in zip(texts, PAGES.values(), strict=True)
-            for name in names
-        ]
-        for page, name in blocks:
+        pages = {a.root / page: name for page, name in PAGES.items()}
+        texts = {page: page.read_text() for page in pages}
+        for page, name in pages.items():
             rewrite_block(texts[page], name, "")  # checks the markers before plotting
-        devices = load(a.results)
-        figures = {d: plots.write_plots(*records, a.results) for d, records in devices.items()}
-        for page, name in blocks:
-            if name in _FOLDER_BLOCKS:
-                contents = _FOLDER_BLOCKS[name](a.results)
-            elif name == "headline":
-                contents = headline_block(devices, figures, page)
-            else:
-                contents = device_block(name, devices, figures, page)
-            texts[page] = rewrite_block(texts[page], name, contents)
+        for page, name in pages.items():
+            texts[page] = rewrite_block(texts[page], name, BLOCKS[name](a.results, page))
     except (OSError, ValueError) as error:
         raise SystemExit(f"bench.report: {error}") from error
     for page, text in texts.items():
         page.write_text(text)
-    count = sum(len(paths) for by_block in figures.values() for paths in by_block.values())
-    print(f"{', '.join(PAGES)}: results of {len(devices)} device(s), {count} plots")
+    print(f"wrote {', '.join(PAGES)}")
 
 
 if __name__ == "__main__":

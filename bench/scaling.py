@@ -213,7 +213,7 @@ def main(a: argparse.Namespace) -> int:
         flush=True,
     )
     path = a.out / f"{slug(machine.device)}-{processes}-processes{SCALING}"
-    if dist.get_rank() == 0 and not a.resume:
+    if dist.get_rank() == 0:
         path.unlink(missing_ok=True)
     rows: list[ScalingRow] = []
     for name in a.networks:

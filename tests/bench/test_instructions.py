@@ -39,85 +39,49 @@ CODE = """
 """
 
 
-def listing(name, code):
-    """As cuobjdump prints it."""
+def counted(code):
+    """Counts a listing as cuobjdump prints it."""
     lines = code.strip().splitlines()
     body = [
         f"        /*{16 * i:04x}*/   {text.strip()} ;  /* 0x0 */" for i, text in enumerate(lines)
     ]
-    return "\n".join([f"\t\tFunction : {name}", *body, "\t\t.....", ""])
+    ((name, found),) = functions("\n".join(["\t\tFunction : kernel", *body, "\t\t.....", ""]))
+    assert name == "kernel" and len(found) == len(lines)
+    return count(found)
 
 
-@pytest.fixture
-def code():
-    ((name, found),) = functions(listing("kernel", CODE))
-    assert name == "kernel"
-    assert len(found) == len(CODE.strip().splitlines())
-    assert found[-2] == (0x1A0, "FMUL R0, R0, R0")
-    return found
-
-
-def test_instructions_count_as_often_as_a_warp_issues_them(code):
-    first, inner, rest = 1, 3 * 4, len(range(0x90, 0xC0, 16))
-    product, end = 1, len(range(0x110, 0x140, 16))
-    assert count(code) == Count(once=4 + 3, tile=first + inner + rest + product + end)
-
-
-def test_a_loop_may_count_in_64_bits():
-    upper = "ISETP.GE.U32.AND.EX P1, PT, R13, RZ, PT, P1"
-    wide = CODE.replace("VIADD R3, R3, 0x8", "IADD3 R3, P2, R3, 0x8, RZ")
-    wide = wide.replace("  FADD R4, R4, R4\n", "").replace("0x11, PT\n", f"0x11, PT\n  {upper}\n")
-    ((_, code),) = functions(listing("kernel", wide))
-    ((_, narrow),) = functions(listing("kernel", CODE))
-    assert any(i.text == upper for i in code)
-    assert count(code) == count(narrow)
-
-
-def test_a_branch_with_fewer_products_is_not_taken(code):
-    without = [i._replace(text="FADD R8, R8, R8") if i.address == 0x100 else i for i in code]
-    other_branch = len(range(0xC0, 0x100, 16))
-    assert count(without).tile - count(code).tile == other_branch - 1
+def test_instructions_count_as_often_as_a_warp_issues_them():
+    first, inner, rest, product, end = 1, 3 * 4, 3, 1, 3
+    assert counted(CODE) == Count(once=4 + 3, tile=first + inner + rest + product + end)
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "more"),
     [
-        ("R3.reuse, 0x11", "R3.reuse, R12"),  # the bound is not constant
-        ("VIADD R3, R3, 0x8", "VIADD R3, R3, R13"),  # nor is the step
-        ("VIADD R3, R3, 0x8", "VIADD R3, R3, 0xfffffff8"),  # counts down
-        ("ISETP.GE.U32.AND P1", "ISETP.GE.U32.AND P2"),  # of another branch
+        # Of unknown length, a loop counts once:
+        ("R3.reuse, 0x11", "R3.reuse, R12", -8),  # the bound is not constant
+        ("VIADD R3, R3, 0x8", "VIADD R3, R3, R13", -8),  # nor is the step
+        ("VIADD R3, R3, 0x8", "VIADD R3, R3, 0xfffffff8", -8),  # counts down
+        ("ISETP.GE.U32.AND P1", "ISETP.GE.U32.AND P2", -8),  # of another branch
+        # A branch with fewer products is not taken:
+        ("BRA 0x110\n  HMMA.16816.F32.BF16 R8, R6, R7", "BRA 0x110\n  FADD R8, R8, R8", 3),
     ],
 )
-def test_a_loop_of_unknown_length_counts_once(code, before, after):
-    changed = [i._replace(text=i.text.replace(before, after)) for i in code]
-    assert changed != code
-    assert count(code).tile - count(changed).tile == 2 * 4
+def test_what_the_code_does_not_say_counts_once(before, after, more):
+    changed = CODE.replace(before, after)
+    assert changed != CODE
+    assert counted(changed).tile - counted(CODE).tile == more
 
 
-def test_a_loop_may_test_its_condition_first():
-    text = """
-      MOV R1, R2
-      ISETP.GE.AND P0, PT, R1, R3, PT
-      @P0 BRA 0x50
-      IADD3 R1, R1, R4, RZ
-      BRA 0x10
-      EXIT
-    """
-    ((_, code),) = functions(listing("k", text))
-    assert count(code) == Count(once=2, tile=4)
-
-
-def test_a_kernel_without_a_loop():
-    ((_, code),) = functions(listing("k", "MOV R1, R2\n@P0 EXIT\nSTG.E [R1], R2\nEXIT\nBRA 0x40"))
-    assert count(code) == Count(once=4, tile=0)
-
-
-def test_the_busiest_multiprocessor_issues_for_all_its_blocks():
-    shape = {"columns": 2, "warps": 8, "multiprocessors": 100}
-    # 3 of 300 blocks, each with 2 of 200 tiles; 4 instructions a cycle.
-    us = issue_us(Count(100, 50), blocks=150, tiles=200, **shape)
-    assert us == pytest.approx(3 * 8 * (100 + 2 * 50) / (4 * 1755))
-    assert issue_us(Count(100, 0), blocks=1, tiles=0, **shape) == pytest.approx(8 * 100 / 7020)
+def test_a_loop_may_count_in_64_bits_or_test_its_condition_first():
+    upper = "ISETP.GE.U32.AND.EX P1, PT, R13, RZ, PT, P1"
+    wide = CODE.replace("VIADD R3, R3, 0x8", "IADD3 R3, P2, R3, 0x8, RZ")
+    wide = wide.replace("  FADD R4, R4, R4\n", "").replace("0x11, PT\n", f"0x11, PT\n  {upper}\n")
+    assert upper in wide and counted(wide) == counted(CODE)
+    loop = "MOV R1, R2\nISETP.GE.AND P0, PT, R1, R3, PT\n@P0 BRA 0x50\nIADD3 R1, R1, R4, RZ\n"
+    assert counted(loop + "BRA 0x10\nEXIT") == Count(once=2, tile=4)
+    no_loop = "MOV R1, R2\n@P0 EXIT\nSTG.E [R1], R2\nEXIT\nBRA 0x40"
+    assert counted(no_loop) == Count(once=4, tile=0)
 
 
 def test_products_behind_an_exit_after_the_loop_are_for_rare_values():
@@ -128,14 +92,16 @@ def test_products_behind_an_exit_after_the_loop_are_for_rare_values():
   ISETP.GE.AND P1, PT, R2, UR4, PT
   @!P1 BRA 0x20
   STG.E [R10], R8
-"""
-    rare = """
   @P0 EXIT
-  HMMA.16816.F32.BF16 R8, R6, R7, R8
-  STG.E [R10], R8
-  EXIT
 """
-    ((_, found),) = functions(listing("kernel", usual + rare.lstrip()))
-    assert count(found) == Count(once=2 + 2, tile=3)
-    ((_, found),) = functions(listing("kernel", usual + "  @P0 EXIT\n  STG.E [R10], R8\n  EXIT"))
-    assert count(found) == Count(once=2 + 4, tile=3)
+    product, end = "  HMMA.16816.F32.BF16 R8, R6, R7, R8\n", "  STG.E [R10], R8\n  EXIT"
+    assert counted(usual + product + end) == Count(once=2 + 2, tile=3)
+    assert counted(usual + end) == Count(once=2 + 4, tile=3)
+
+
+def test_the_busiest_multiprocessor_issues_for_all_its_blocks():
+    shape = {"columns": 2, "warps": 8, "multiprocessors": 100}
+    # 3 of 300 blocks, each with 2 of 200 tiles; 4 instructions a cycle.
+    us = issue_us(Count(100, 50), blocks=150, tiles=200, **shape)
+    assert us == pytest.approx(3 * 8 * (100 + 2 * 50) / (4 * 1755))
+    assert issue_us(Count(100, 0), blocks=1, tiles=0, **shape) == pytest.approx(8 * 100 / 7020)

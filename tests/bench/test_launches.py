@@ -1,8 +1,7 @@
-"""The launches of a training step: kernels, units and bytes."""
+"""The launches of a training step: kernels, units, bytes and measured times."""
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import re
 import runpy
@@ -28,18 +27,11 @@ from testbed.cuda_on_host import build, serve_cpu
 
 # Per block without a projection, in each stage; without launches that occur once per run.
 # Triton stores the gradient that the 3x3 convolution's backward reads.
-LAUNCHES_A_BLOCK = {"cuda": (6, 6, 6), "triton": (7, 7, 7)}
+LAUNCHES_A_BLOCK = {"cuda": 6, "triton": 7}
 KERNELS_OF_UNITS = ("F1", "F2", "F3", "B1", "B2", "B3")
 
 if shutil.which(build.CXX[0]) is None:
     pytest.skip(f"no C++ compiler: {build.CXX[0]} not found", allow_module_level=True)
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-
-def environment():
-    """Returns the environment without Triton's interpreter, which has no launches."""
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 def rows_of_command(backend, *options, folder):
@@ -48,16 +40,18 @@ def rows_of_command(backend, *options, folder):
         pytest.importorskip("triton")
     path = folder / "launches.csv"
     command = [sys.executable, "-m", "bench.launches", "--backend", backend, "--csv", str(path)]
+    # Triton's interpreter has no launches.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [*command, *options], env=environment(), capture_output=True, text=True, check=False
+        [*command, *options], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return read(path, LaunchRow)
 
 
 def cuda_rows(*options):
-    """Returns the rows of the CUDA backend."""
-    return rows_of_stages(recorded(arguments([*options, "--backend", "cuda", "--no-instructions"])))
+    """Returns the rows of the CUDA backend, without counts of instructions."""
+    return rows_of_stages(recorded(arguments([*options, "--no-instructions"])))
 
 
 def rows_of_stages(stages):
@@ -71,16 +65,16 @@ def units(rows, direction):
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_a_block_has_its_launches_also_with_a_float32_stream(backend, tmp_path):
     options = ("--network", "resnet-164", "--batch", "128", "--residual-dtype", "float32")
-    options = *options, "--no-instructions"
     if backend == "cuda":  # in this process
         rows = cuda_rows(*options)
     else:
-        rows = rows_of_command(backend, *options, folder=tmp_path)
+        rows = rows_of_command(backend, *options, "--no-instructions", folder=tmp_path)
     unit_rows = [r for r in rows if r.kernel[:2] in KERNELS_OF_UNITS]
-    for stage, count in zip("123", LAUNCHES_A_BLOCK[backend], strict=True):
+    for stage in "123":
         own = [r for r in unit_rows if r.stage == stage]
         # Of 17 blocks, 16 or more have each launch, and 9 or fewer end a group.
-        assert sum(round(row.launches_per_block - 0.1) for row in own) == count
+        count = sum(round(row.launches_per_block - 0.1) for row in own)
+        assert count == LAUNCHES_A_BLOCK[backend]
         assert {row.kernel[:2] for row in own} == set(KERNELS_OF_UNITS)
     assert all(r.dependent > 0.9 for r in unit_rows if r.stage in "123")
     first = [r for r in unit_rows if r.stage == "1"]
@@ -89,38 +83,59 @@ def test_a_block_has_its_launches_also_with_a_float32_stream(backend, tmp_path):
     # 16 of 32 are the stream: x of the deferred affine step, skip, the stored dy, and x. The last
     # of 17 blocks has no such step. Partial sums are in addition; and, of Triton, the gradient that
     # is stored and read.
-    read = 32 + 16 + 2 * (backend == "triton")
-    assert read - 12 / 17 < units(first, BACKWARD) < read + 3
+    expected = 32 + 16 + 2 * (backend == "triton")
+    assert expected - 12 / 17 < units(first, BACKWARD) < expected + 3
 
 
-def test_resnet_1001_has_its_launches_and_bytes():
+def test_a_run_of_many_blocks_has_few_other_launches():
     rows = cuda_rows("--network", "resnet-1001", "--batch", "128")
-    for row in [r for r in rows if r.stage in "123"]:
-        assert row.blocks == 110
-        assert row.launches_per_block <= 1
-    for stage in "123":  # a run of blocks has few other launches, whatever its length
-        others = [r for r in rows if r.stage == stage and r.kernel[:2] not in KERNELS_OF_UNITS]
+    for stage in "123":
+        own = [r for r in rows if r.stage == stage]
+        assert {(r.blocks, r.launches_per_block <= 1) for r in own} == {(110, True)}
+        others = [r for r in own if r.kernel[:2] not in KERNELS_OF_UNITS]
         assert 0 < sum(round(r.launches_per_block * r.blocks) for r in others) <= 50
-    first = [r for r in rows if r.stage == "1"]
-    # Kernels read and write all their arguments: see bench/floors.py. Sums, statistics and weights
-    # are small in the first stage.
-    assert 16 < units(first, FORWARD) < 16.2
-    # At most 2 blocks on each of 132 multiprocessors write partial weight gradients, which are read
-    # once.
-    partials = 2 * 4 * 264 * (2 * 64 * 16 + 9 * 16 * 16) / (128 * 32 * 32 * 16 * 2)
-    assert 32 < units(first, BACKWARD) < 32.1 + partials
-    last = [r for r in rows if r.stage == "3" and "sum" not in r.kernel]
-    assert 16 < units(last, FORWARD) < 18
+    # Kernels read and write all their arguments: see bench/floors.py.
+    assert 16 < units([r for r in rows if r.stage == "1"], FORWARD) < 16.2
+
+
+def test_what_runs_again_is_listed():
+    by_mode = {}
+    for memory in ("store", "rebuild", "checkpoint"):
+        rows = cuda_rows("--network", "resnet-47", "--batch", "2", "--memory", memory)
+        own = [r.kernel for r in rows if (r.stage, r.direction) == ("2", BACKWARD)]
+        by_mode[memory] = {k[:2] for k in own if "norm_act_conv_forward" in k}
+    assert (by_mode["store"], by_mode["rebuild"]) == (set(), {"B3"})
+    assert {"B1", "B2"} < by_mode["checkpoint"]
+
+
+def test_grids_are_those_of_a_gpu_with_so_many_multiprocessors():
+    def largest(multiprocessors):
+        rows = cuda_rows("--network", "resnet-29", "--multiprocessors", str(multiprocessors))
+        return max(int(r.grid) for r in rows if r.kernel.endswith("norm_act_conv_forward"))
+
+    assert 0 < largest(10) <= 40 < largest(100)
+
+
+def test_networks_with_convolutions_of_pytorch_run_none_of_them():
+    rows = cuda_rows("--network", "imagenet-resnet-50", "--batch", "64")
+    names = {row.kernel.split()[-1] for row in rows}
+    assert {"aten::convolution", "aten::convolution_backward", "norm_act_backward_mask"} < names
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")
+def test_kernels_run_again_after_a_recording():
+    cuda_rows("--network", "resnet-29", "--batch", "2")
+    assert serve_cpu.tensor_at(torch.empty(1000).data_ptr()) is None
+    x = torch.ones(2, 16, 3, 3).contiguous(memory_format=torch.channels_last)
+    mean, _ = torch.ops.preact_kernels_cuda.bn_stats(x)
+    assert torch.equal(mean, torch.ones(16))
 
 
 def library_targets():
     """Returns what the CUDA library is compiled for; empty: it is not built."""
     path = cuda.PACKAGE / cuda.LIBRARY
-    found = (
-        re.search(rb"\0((?:_?(?:sm|compute)_\d+[af]?)+)\0", path.read_bytes())
-        if path.exists()
-        else None
-    )
+    text = path.read_bytes() if path.exists() else b""
+    found = re.search(rb"\0((?:_?(?:sm|compute)_\d+[af]?)+)\0", text)
     return found[1] if found else b""
 
 
@@ -141,82 +156,21 @@ def test_convolutions_issue_as_many_instructions_as_are_compiled(backend, tmp_pa
         assert 1 < row.issue_us_per_block / row.launches_per_block < 30, row
 
 
-def test_what_runs_again_is_listed():
-    by_mode = {}
-    for memory in ("store", "rebuild", "checkpoint"):
-        rows = cuda_rows("--network", "resnet-47", "--batch", "2", "--memory", memory)
-        by_mode[memory] = {
-            r.kernel: r.launches_per_block
-            for r in rows
-            if (r.stage, r.direction) == ("2", BACKWARD) and "norm_act_conv_forward" in r.kernel
-        }
-    assert by_mode["store"] == {}
-    assert set(by_mode["rebuild"]) == {"B3 norm_act_conv_forward"}
-    assert {"B1 norm_act_conv_forward", "B2 norm_act_conv_forward"} < set(by_mode["checkpoint"])
-
-
-def test_grids_are_those_of_a_gpu_with_so_many_multiprocessors():
-    def largest(multiprocessors):
-        rows = cuda_rows("--network", "resnet-29", "--multiprocessors", str(multiprocessors))
-        return max(int(r.grid) for r in rows if r.kernel.endswith("norm_act_conv_forward"))
-
-    assert 0 < largest(10) <= 40 < largest(100)
-
-
-def test_networks_with_convolutions_of_pytorch_run_none_of_them():
-    rows = cuda_rows("--network", "imagenet-resnet-50", "--batch", "64")
-    names = {row.kernel.split()[-1] for row in rows}
-    assert {"aten::convolution", "aten::convolution_backward", "norm_act_backward_mask"} < names
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")
-def test_no_small_number_beside_half_a_pointer_is_the_address_of_a_tensor():
-    with serve_cpu.without_running(lambda launch: None):
-        tensors = [torch.empty(gib << 30, dtype=torch.uint8) for gib in (1, 1, 2, 2, 3, 1)]
-    for t in tensors:
-        begin = t.data_ptr() % 2**32
-        assert begin >= 2**30 and begin + t.numel() <= 2**32
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")
-def test_kernels_run_again_after_a_recording():
-    cuda_rows("--network", "resnet-29", "--batch", "2")
-    assert serve_cpu.tensor_at(torch.empty(1000).data_ptr()) is None
-    x = torch.ones(2, 16, 3, 3).contiguous(memory_format=torch.channels_last)
-    mean, _ = torch.ops.preact_kernels_cuda.bn_stats(x)
-    assert torch.equal(mean, torch.ones(16))
-
-
-@pytest.mark.parametrize(
-    ("call", "name", "floats"),
-    [
+def test_an_operator_of_a_call_moves_what_it_reads_and_writes():
+    for call, name, floats in (
         (lambda x: x.new_zeros(3), "aten::new_zeros", 3),
         (torch.zeros_like, "aten::zeros_like", 10),
-        (lambda x: x.neg(), "aten::neg", 20),
-    ],
-)
-def test_an_operator_of_a_call_moves_what_it_reads_and_writes(call, name, floats):
-    x, recorder = torch.ones(10), dry_run.Recorder()
-    with recorder:
-        call(x)
-        with recorder.call("bn_stats"):
-            call(x.view(2, 5))
-            torch.empty_like(x)
-    (met,) = recorder.recorded
-    assert met.launch.name == name
-    assert sum(met.tensors.values()) == 4 * floats
-
-
-def test_parts_of_a_tensor_end_where_the_next_begins():
-    from bench.dry_run import _find_sizes, _Recorded
-
-    def launch(*addresses):
-        return _Recorded(Launch("k", "1", 32, 0, False, 0), dict.fromkeys(addresses), 0, True)
-
-    met = [launch(100, 140), launch(100), launch(160, 300)]
-    tensors = [range(100, 200), range(300, 450)]
-    _find_sizes(met, lambda a: next((t for t in tensors if a in t), None))
-    assert [m.tensors for m in met] == [{100: 40, 140: 20}, {100: 40}, {160: 40, 300: 150}]
+        (torch.neg, "aten::neg", 20),
+    ):
+        x, recorder = torch.ones(10), dry_run.Recorder()
+        with recorder:
+            call(x)
+            with recorder.call("bn_stats"):
+                call(x.view(2, 5))
+                torch.empty_like(x)
+        (met,) = recorder.recorded
+        assert met.launch.name == name
+        assert sum(met.tensors.values()) == 4 * floats
 
 
 def test_a_library_of_other_sources_is_stale(tmp_path):
@@ -225,46 +179,19 @@ def test_a_library_of_other_sources_is_stale(tmp_path):
     setup_file = runpy.run_path(str(measure.ROOT / "setup.py"))
     sources, headers = setup_file["find_cuda_files"](tmp_path)
     library.write_bytes(b"\0" + setup_file["digest"](sources + headers, tmp_path).encode() + b"\0")
-    for name, expected in (
-        ("csrc/cuda/reduction.cuh", True),
-        ("csrc/args.h", True),
-        ("csrc/cuda/bn_stats.cu", True),
-        ("csrc/cpu/kernels.h", False),
-    ):
-        path = tmp_path / name
-        text = path.read_text()
-        path.write_text(text + "\n")
+    assert not dry_run.is_stale(library, tmp_path)
+    for name, expected in (("csrc/cpu/kernels.h", False), ("csrc/cuda/bn_stats.cu", True)):
+        with (tmp_path / name).open("a") as file:
+            file.write("\n")
         assert dry_run.is_stale(library, tmp_path) == expected
-        path.write_text(text)  # later than the library, and the same
-        assert not dry_run.is_stale(library, tmp_path)
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError])
-def test_the_driver_of_triton_is_active_again_after_a_recording(error, monkeypatch):
-    triton = pytest.importorskip("triton")
-    from preact_kernels.kernels.triton import launch
-    from testbed.triton_driver import Driver
-
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    driver = Driver(80)
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    with (
-        contextlib.suppress(RuntimeError),
-        dry_run.triton_launches(dry_run.Recorder(), 132, with_instructions=True),
-    ):
-        assert triton.runtime.driver.active.get_current_target().arch == 90
-        if error:
-            raise error
-    assert triton.runtime.driver.active is driver
-
-
-def placed(name, bytes_moved=0, *, is_dependent=False, kernel=None):
-    return Launch(name, "1", 256, 0, is_dependent, bytes_moved, 0, FORWARD, kernel or name)
+def placed(name, bytes_moved=0, *, is_dependent=False):
+    return Launch(name, "1", 256, 0, is_dependent, bytes_moved, 0, FORWARD, name)
 
 
 def test_rows_add_up_to_the_launches():
-    runs = [placed("sum_partials", 4_100_000, kernel="F1 sum_partials") for _ in range(8)]
-    runs = [launch._replace(issue_us=1.5) for launch in runs]
+    runs = [placed("sum_partials", 4_100_000)._replace(issue_us=1.5) for _ in range(8)]
     last = placed("bn_stats", 16, is_dependent=True)._replace(direction=BACKWARD)
     stage = StageLaunches([Part("1", 4, 8, 368.0)], [*runs, last])
     first, last = rows_of(stage, [1.0] * 8 + [6.0])
@@ -275,21 +202,14 @@ def test_rows_add_up_to_the_launches():
     assert last.least_us_per_block == pytest.approx(0.7 / 4, rel=1e-3)
     assert (first.dependent, last.dependent) == (0, 1)
     assert (first.issue_us_per_block, last.issue_us_per_block) == (3, None)
-    text = launches.table([stage], [first, last])
-    assert "2.25" in text and "floor 46.0 units" in text and "at least us" in text
-
-
-def test_a_kernel_is_bound_by_what_takes_longest():
-    (row,) = rows_of(StageLaunches([Part("1", 1, 8, 0.0)], [placed("k", 8_200_000)]), [None])
     for issue_us, expected in (
         (None, ""),
-        (1.2, "bytes"),  # 2 us, and a gap of 1 us
+        (1.2, "bytes"),  # 2 us, and gaps of 2 us a block
         (2.1, "bytes, instructions"),
-        (3.1, "instructions"),
+        (7.1, "instructions"),
     ):
-        assert launches.bound(dataclasses.replace(row, issue_us_per_block=issue_us)) == expected
-    small = dataclasses.replace(row, bytes_per_block=0.0, least_us_per_block=1.0)
-    assert launches.bound(dataclasses.replace(small, issue_us_per_block=0.6)) == "launches"
+        row = dataclasses.replace(first, least_us_per_block=3.0, issue_us_per_block=issue_us)
+        assert launches.bound(row) == expected
 
 
 def test_the_file_has_the_rows_of_the_table_beside_those_of_other_steps(tmp_path, capsys):
@@ -305,15 +225,14 @@ def test_the_file_has_the_rows_of_the_table_beside_those_of_other_steps(tmp_path
     main([*step, "--csv", str(path), "--no-instructions"])
     first, *rows = read(path, LaunchRow)
     assert first == other
-    assert {(r.network, r.batch, r.dtype, r.backend) for r in rows} == {
-        ("resnet-29", 2, "bfloat16", "cuda")
-    }
+    assert {(r.network, r.batch, r.backend) for r in rows} == {("resnet-29", 2, "cuda")}
     assert old.kernel not in {row.kernel for row in rows}
     printed = capsys.readouterr().out
     total = round(sum(row.launches_per_block * row.blocks for row in rows))
     assert f"{total} launches in sequence" in printed
     least_ms = sum(row.least_us_per_block * row.blocks for row in rows) / 1e3
     assert f"lower bound {least_ms:.1f} ms" in printed
+    assert "floor 46.0 units" in printed
 
 
 SPANS = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("c", 5.0, 8.0), ("d", 10.0, 12.0)]
@@ -321,47 +240,39 @@ SPANS = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("c", 5.0, 8.0), ("d", 10.0, 12.0)]
 
 def test_a_kernel_takes_from_the_end_of_the_one_ahead_in_equal_replays():
     again = [(name, begin + 100, end + 100) for name, begin, end in reversed(SPANS)]
+    expected = [Kernel("a", 4), Kernel("c", 4), Kernel("b", 1), Kernel("d", 3)]
     for missed in ([], SPANS[:3], [("x", *span) for _, *span in SPANS]):
-        assert kernels_in([again, missed, SPANS]) == [
-            Kernel("a", 4), Kernel("c", 4), Kernel("b", 1), Kernel("d", 3),
-        ]  # fmt: skip
+        assert kernels_in([again, missed, SPANS]) == expected
     with pytest.raises(RuntimeError, match="other kernels in some replays"):
         kernels_in([again, SPANS[:3]])
-
-
-def test_a_pause_of_the_profiler_is_not_time_of_the_kernel_after_it():
-    after_pause = [*SPANS, ("e", 912.0, 915.0), ("f", 916.0, 918.0)]
+    after_pause = [*SPANS, ("e", 912.0, 915.0), ("f", 916.0, 918.0)]  # of the profiler
     assert kernels_in([after_pause])[-2:] == [Kernel("e", 3 + launches.PAUSE_US), Kernel("f", 3)]
 
 
-PROFILED = [
-    Kernel("void preact_kernels::cuda::bn_stats_kernel<float, 4>(Params)", 1.0),
-    Kernel("void at::native::vectorized_elementwise_kernel<4, F>(int)", 2.0),
-    Kernel("Memset (Device)", 3.0),
-    Kernel("norm_act_conv_forward_kernel", 4.0),
-]
-
-
 def test_measured_kernels_are_those_that_were_recorded():
+    profiled = [
+        Kernel("void preact_kernels::cuda::bn_stats_kernel<float, 4>(Params)", 1.0),
+        Kernel("void at::native::vectorized_elementwise_kernel<4, F>(int)", 2.0),
+        Kernel("Memset (Device)", 3.0),
+        Kernel("norm_act_conv_forward_kernel", 4.0),
+    ]
     names = "bn_stats", "aten::zeros", "fill_zeros", "norm_act_conv_forward"
     stats, zeros, fill, conv = (placed(name) for name in names)
     known = {"bn_stats", "norm_act_conv_forward", "norm_act_conv_forward_rare"}
 
     def times_of(*launches_of_step):
-        return launches.times_of(launches_of_step, PROFILED, known)
+        return launches.times_of(launches_of_step, profiled, known)
 
     assert times_of(stats, zeros, fill, conv) == [1.0, None, None, 4.0]
     variant = conv._replace(name="norm_act_conv_forward_rare")  # a variant of the same kernel
     assert times_of(stats, variant) == [1.0, 4.0]
     with pytest.raises(RuntimeError, match="kernel 1: expected None, the GPU ran norm_act_conv"):
         times_of(stats, zeros, fill)
-    with pytest.raises(RuntimeError, match="kernel 0: expected norm_act_conv_forward"):
-        times_of(conv)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU that runs the recorded kernels, in 2 us each."""
+    """A GPU that runs the recorded kernels, in 2 us each; returns options of the command."""
     step = ["--network", "resnet-29", "--batch", "2", "--no-instructions"]
     stages = recorded(arguments(step))
     left = iter(stages)
@@ -392,61 +303,20 @@ def test_measured_times_are_beside_lower_bounds_unless_a_stage_fails(
     path = tmp_path / f"cuda{LAUNCHES}"
     main([*gpu, "--csv", str(path)])
     for row in read(path, LaunchRow):
-        if "fill" in row.kernel or "aten::" in row.kernel:
-            assert row.measured_us_per_block is None
-        else:
-            assert row.measured_us_per_block == pytest.approx(2 * row.launches_per_block)
+        is_own = "fill" not in row.kernel and "aten::" not in row.kernel
+        expected = pytest.approx(2 * row.launches_per_block) if is_own else None
+        assert row.measured_us_per_block == expected
         assert row.copy_gb_s == 4000.0
-    printed = capsys.readouterr().out
-    assert "stage 3: measured 0.10 ms" in printed
-    assert len(printed.split("largest losses, copy bandwidth 4,000 GB/s:\n")[1].splitlines()) == 12
+    assert "stage 3: measured 0.10 ms" in capsys.readouterr().out
     monkeypatch.setattr(launches, "kernels_of", lambda step: kernels_in([[]]))
     with pytest.raises(SystemExit, match="nothing was measured"):
         main([*gpu, "--csv", str(path)])
     assert all(row.measured_us_per_block is None for row in read(path, LaunchRow))
     printed = capsys.readouterr().out
-    assert "stage 1: measured 0.10 ms" in printed
     assert "stage 1: kernels not measured: the profiler saw no kernels" in printed
 
 
-def test_a_recording_serves_the_same_sources_and_options_alone(tmp_path, monkeypatch):
-    def recorded_with(*options):
-        calls.clear()
-        return recorded(arguments(["--recording", str(tmp_path / "sub" / "x"), *options]))
-
-    calls = []
-    monkeypatch.setattr(launches.dry_run, "dry_run", lambda *a: calls.append(a) or list(a[1:3]))
-    stages = recorded_with()
-    assert calls
-    assert recorded_with() == recorded_with("--csv", "rows.csv") == stages
-    assert not calls
-    assert recorded_with("--batch", "64") != stages
-    assert calls
-    monkeypatch.setattr(launches.measure, "source_digest", lambda: "other")
-    recorded_with("--batch", "64")
-    assert calls
-
-
-def test_losses_are_the_time_over_the_bytes_at_copy_bandwidth():
-    def row(kernel, blocks, bytes_per_block, measured_us):
-        return LaunchRow(
-            "1", "forward", kernel, blocks, 2.0, "", "", "", bytes_per_block, 0.0, 0.0, 0.0,
-            measured_us_per_block=measured_us, copy_gb_s=4000.0,
-        )  # fmt: skip
-
-    rows = [
-        row("small", 1, 4e6, 2.0),  # 1 us of bytes
-        row("large", 100, 4e6, 4.0),
-        row("unknown", 100, 4e6, None),
-        dataclasses.replace(row("projection", 100, 4e6, 8.0), stage="1 projection"),
-        row("middle", 100, 4e6, 1.25),
-    ]
-    first, second = launches.losses(rows, most=2).splitlines()[2:]
-    assert first.split() == ["1", "forward", "large", "200", "0.400", "0.100", "0.300", "25%"]
-    assert second.split() == ["1", "forward", "middle", "200", "0.125", "0.100", "0.025", "80%"]
-
-
-@needs_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_a_gpu_measures_what_was_recorded(backend, tmp_path):
     rows = rows_of_command(backend, "--network", "resnet-29", folder=tmp_path)
@@ -460,14 +330,10 @@ def test_what_is_not_served_is_said(capsys, monkeypatch):
         (["--network", "vgg-16"], "expected one of resnet-DEPTH"),
         (["--network", "resnet-1000"], "depth: expected 6n+2"),
         (["--batch", "0"], "--batch: expected at least 1, got 0"),
-        (["--dtype", "fp64"], "invalid choice: 'fp64'"),
     ):
         with pytest.raises(SystemExit):
             main(options)
         assert message in capsys.readouterr().err
-    if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
-        with pytest.raises(SystemExit, match="TRITON_INTERPRET is set"):
-            main(["--backend", "triton"])
     monkeypatch.setattr(build, "CXX", ["no-such-compiler"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="there is no no-such-compiler"):

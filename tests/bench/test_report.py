@@ -10,68 +10,60 @@ pytest.importorskip("tqdm")
 
 from bench import measure, plots, records, report
 from bench.measure import Machine
-from bench.records import CEILINGS, LAUNCHES, TRAINING, CeilingRow, LaunchRow, Row, put, read
+from bench.records import MODELS, ModelRow, Row, put, read
 
 RESULTS = measure.ROOT / "bench" / "results"
 
 
-def row(contender, case, ms, kept):
-    machine = Machine("a cpu", "torch 2", "abc", "today", "python -m bench")
+def row(contender, ms, kept, case="resnet-1001", device="a cpu (2 threads)", note=""):
+    machine = Machine(device, "torch 2", "abc", "today", "python -m bench")
     found = Row("network", contender, case, "16x3x32x32", 16, "float32", "x", correct="yes")
     found.set_timing(measure.Timing(ms, ms, ms), 1.0)
-    found.saved_bytes = kept
+    found.saved_bytes, found.note = kept * 2**20, note
     return machine.stamp(found)
 
 
-def test_a_captured_rival_is_compared_although_the_anchor_took_longer_elsewhere():
-    rows = [row(*r) for r in (("fused-store", "resnet-1001", 200.0, 500), ("fused-graph",
-            "resnet-1001", 30.0, 500), ("eager-graph", "resnet-1001", 90.0, 1000),
-            ("compile-graph", "resnet-1001", 70.0, 1000), ("compile-blocks", "resnet-1001",
-            60.0, 1000))]  # fmt: skip
-    for rival in rows[3:]:
-        rival.note = "fused-store took 100.0 ms beside this"
+def cells(line):
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_the_headline_has_the_best_rivals_with_times_in_the_same_rounds():
+    """Of captured steps, which take the same time beside anything, times are their own."""
+    slow = "fused-store took 100.0 ms beside this"
+    rows = [
+        row("eager-channels-last", 400.0, 1000),
+        row("fused-store", 200.0, 500),
+        row("fused-graph", 30.0, 500),
+        row("eager-graph", 90.0, 1000, note=slow),
+        row("compile-graph", 70.0, 1000, note=slow),
+        row("compile-blocks", 60.0, 1000, note=slow),
+        row("checkpoint-block", 50.0, 300, note="fused-store took 20.0 ms beside this"),
+    ]
+    lines = [cells(line) for line in report.headline_table(rows).splitlines() if "|" in line][2:]
+    assert lines == [
+        ["compile-graph", "x", "1,000", "1.000", "70.0"],
+        ["**fused-store**", "x", "500", "0.500", "200.0"],
+        ["**fused-graph**", "x", "500", "0.500", "30.0"],
+        ["checkpoint-block", "x", "300", "0.300", "500.0"],
+    ]
     (line,) = report.best_rivals(rows)
     assert "the best rival, compile-graph (70.0 ms), takes 2.33 times as long" in line
-    headline = [line.split("|")[1:-1] for line in report.headline_table(rows).splitlines()]
-    times = {cells[0].strip(" *"): cells[-1].strip() for cells in headline if cells}
-    # compile-blocks, which is not captured, is scaled: 60 ms beside an anchor that took 100.
-    assert times["compile-graph"] == "70.0" and "eager-graph" not in times
-    assert times["fused-graph"] == "30.0" and "compile-blocks" not in times
 
 
-def test_no_headline_names_what_the_library_does_not_run_by_default():
-    rows = [row("fused-store", "resnet-1001", 200.0, 500), row("fused-resident-graph",
-            "resnet-1001", 10.0, 500), row("fused-graph", "resnet-1001", 30.0, 500),
-            row("eager-graph", "resnet-1001", 90.0, 1000)]  # fmt: skip
-    (line,) = report.best_rivals(rows)
-    assert "takes 3.00 times as long as fused-graph (30.0 ms)" in line
-    headline = report.headline_table(rows)
-    assert "fused-graph" in headline and "resident" not in headline
-    assert "fused-resident-graph" in report.network_table(rows)
-
-
-def test_files_with_other_columns_are_not_read_as_rows(tmp_path):
-    put(tmp_path / "a-cpu.csv", row("fused-store", "resnet-1001", 200.0, 500))
-    values = [value for value in vars(records).values() if isinstance(value, str)]
-    suffixes = {value for value in values if value.endswith(".csv")} - {TRAINING}
-    assert len(suffixes) >= 7
-    for suffix in suffixes:
-        (tmp_path / f"a-cpu{suffix}").write_text("x\n1\n")
-    assert list(report.load(tmp_path)) == ["a cpu"]
-
-
-@pytest.fixture
-def pages(tmp_path):
-    """A folder of pages with the text `old` in their blocks."""
-    (tmp_path / "docs").mkdir()
-    for page, names in report.PAGES.items():
-        blocks = [f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->" for name in names]
-        (tmp_path / page).write_text("\n".join(blocks))
-    return tmp_path
+def test_wrong_results_are_in_no_comparison():
+    wrong = [row("eager-nchw", 1.0, 1), row("fused-rebuild", 1.0, 1)]
+    for each in wrong:
+        each.correct = "no"
+    right = [row("eager-channels-last", 40.0, 1000), row("fused-store", 20.0, 500)]
+    assert report.headline_table([*right, *wrong]) == report.headline_table(right)
+    assert report.best_rivals([*right, *wrong]) == report.best_rivals(right)
+    failed = row("fused-checkpoint", 1.0, 1)
+    failed.median_ms, failed.note = None, "failed: no room"
+    assert "failed" in report.step_table([*right, failed])
 
 
 def test_the_pages_are_those_of_the_committed_results(tmp_path, monkeypatch):
-    for name in ("_against_depth", "_memory_against_time", "_losses"):  # drawing takes seconds
+    for name in ("_against_depth", "_memory_against_time"):  # drawing takes seconds
         monkeypatch.setattr(plots, name, lambda *arguments: arguments[-1])
     (tmp_path / "docs").mkdir()
     for page in report.PAGES:
@@ -93,64 +85,55 @@ def test_rows_are_read_as_they_were_written(tmp_path):
         read(tmp_path / "other.csv", Row)
 
 
-def test_a_report_has_the_plots_of_every_family(pages):
+@pytest.fixture
+def pages(tmp_path):
+    """A folder of pages with the text `old` in their blocks."""
+    (tmp_path / "docs").mkdir()
+    for page, name in report.PAGES.items():
+        (tmp_path / page).write_text(f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->")
+    return tmp_path
+
+
+def test_a_report_has_tables_and_plots_of_every_device(pages):
     results = pages / "bench" / "results"
+    both = (("eager-channels-last", 20.0, 400), ("fused-store", 10.0, 200))
     put(
-        results / "a-cpu.csv",
-        *(
-            row(name, case, ms, kept)
-            for case in ("resnet-164", "resnet-20", "imagenet-resnet-50")
-            for name, ms, kept in (("eager-channels-last", 20.0, 400), ("fused-store", 10.0, 200))
-        ),
-        row("fused-store", "resnet-1001", 10.0, 200),
+        results / "a-cpu-2-threads.csv",
+        *(row(*r, case) for case in ("resnet-1001", "resnet-164") for r in both),
     )
-    report.main(["--results", str(results), "--root", str(pages)])
-    readme = (pages / "README.md").read_text()
-    text = (pages / "docs" / "benchmarks.md").read_text()
-    assert "\nold\n" not in readme + text
-    names = [
-        "time-against-depth",
-        "memory-against-depth",
-        "resnet-1001-memory-against-time",
-        "resnet-164-memory-against-time",
-        "imagenet-resnet-50-memory-against-time",
+    gpu = "A GPU, backend triton"  # not the default, so not in the headline
+    put(results / "a-gpu.csv", *(row(n, ms / 10, kept, device=gpu) for n, ms, kept in both))
+    models = [
+        ModelRow("net", "eager", "8x3x8x8", "fp32", saved_bytes=400, median_ms=12.0),
+        ModelRow("net", "checkpoint", "8x3x8x8", "fp32", saved_bytes=100, median_ms=30.0),
+        ModelRow("net", "pk.convert", "8x3x8x8", "fp32", 200, median_ms=10.0, fused="7 of 7"),
+        ModelRow("net", "pk.convert, checkpoint", "8x3x8x8", "fp32", 100, 1, 15.0, fused="7 of 7"),
     ]
-    names = [f"a-cpu-batch-16-float32-{name}.png" for name in names]
-    assert sorted(path.name for path in results.glob("*.png")) == sorted(names)
+    put(results / f"a-cpu{MODELS}", *models)
+    values = [value for value in vars(records).values() if isinstance(value, str)]
+    for suffix in {value for value in values if value.endswith(".csv")} - {MODELS}:
+        (results / f"a-cpu{suffix}").write_text("x\n1\n")  # not read as rows
+    report.main(["--results", str(results), "--root", str(pages)])
+    readme, text, convert = ((pages / page).read_text() for page in report.PAGES)
+    assert "\nold\n" not in readme + text + convert
+    names = [
+        "a-cpu-2-threads-batch-16-float32-memory-against-depth.png",
+        "a-cpu-2-threads-batch-16-float32-resnet-1001-memory-against-time.png",
+        "a-cpu-2-threads-batch-16-float32-time-against-depth.png",
+        "a-gpu-backend-triton-batch-16-float32-resnet-1001-memory-against-time.png",
+    ]
+    assert sorted(path.name for path in results.glob("*.png")) == names
     assert all(f"](../bench/results/{name})" in text for name in names)
-    assert f"](bench/results/{names[2]})" in readme
-
-
-def test_a_report_has_the_ceilings_and_the_losses_of_a_gpu(pages):
-    results = pages / "bench" / "results"
-    machine = Machine("A GPU", "versions", "commit", "date", "command")
-    ceilings = CeilingRow("copy", "GB/s", 4000.0), CeilingRow("barrier", "us", note="no nvcc")
-    put(results / f"a-gpu{CEILINGS}", *map(machine.stamp, ceilings))
-    assert "| copy      | 4,000.00   | GB/s   |" in report.gpu_block(results)
-    assert "| barrier   | no nvcc    | us     |" in report.gpu_block(results)
-    kernels = [
-        LaunchRow(
-            "1", "forward", kernel, 100, 1.0, "", "", "", 4e6, 0.0, 0.0, 1.9,
-            measured_us_per_block=us, copy_gb_s=4000.0, network="resnet-1001", backend=backend,
-        )
-        for kernel, us, backend in (
-            ("F1", 4.0, "cuda"), ("F2", 2.0, "cuda"), ("F3", None, "cuda"), ("F1", None, "triton"),
-        )
-    ]  # fmt: skip
-    put(results / f"a-gpu{LAUNCHES}", *map(machine.stamp, kernels))
-    text = report.gpu_block(results)
-    assert "take 0.60 ms, by bytes and launches at least 0.38 ms" in text
-    assert text.index("| F1 ") < text.index("| F2 ")
-    assert "F3" not in text and "triton" not in text  # not measured
-    with pytest.raises(FileNotFoundError):  # these files have no rows of networks
-        report.load(results)
+    assert text.index("**A GPU, backend triton**") < text.index("**a cpu (2 threads)**")
+    assert "**a cpu (2 threads)**" in readme and f"](bench/results/{names[1]})" in readme
+    line = next(line for line in convert.splitlines() if line.startswith("| net"))
+    assert cells(line)[3:] == ["7 of 7", "0", "eager", "12", "1.20x, 0.50", "", "0.80x, 0.25"]
 
 
 def test_a_page_without_its_markers_is_left_alone(pages):
-    with pytest.raises(ValueError, match="expected the marker <!-- bench:ops --> once, found 0"):
-        report.rewrite_block("text", "ops", "table")
-    (pages / "docs" / "benchmarks.md").write_text("text")
     before = (pages / "README.md").read_text()
-    with pytest.raises(SystemExit, match=r"bench\.report: expected the marker"):
-        report.main(["--root", str(pages)])
-    assert (pages / "README.md").read_text() == before
+    for text in ("text", "<!-- /bench:steps --><!-- bench:steps -->"):
+        (pages / "docs" / "benchmarks.md").write_text(text)
+        with pytest.raises(SystemExit, match=r"bench\.report: expected"):
+            report.main(["--root", str(pages)])
+        assert (pages / "README.md").read_text() == before

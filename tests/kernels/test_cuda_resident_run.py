@@ -3,14 +3,12 @@
 import collections
 import contextlib
 import re
-import types
 
 import pytest
 import torch
 from torch import nn
 
 import preact_kernels as pk
-from bench.contenders import BY_NAME
 from preact_kernels.kernels import cuda
 from preact_kernels.kernels.contract import Statistics
 from testbed.cuda_on_host import serve_cpu
@@ -480,19 +478,6 @@ def test_a_run_has_one_launch_for_its_units_in_each_direction():
     assert counts["resident_run_backward"] == 1
     assert not {"norm_act_conv_backward", "norm_act_conv_backward_input"} & set(counts)
     assert counts["fill_zeros"] == 2 and counts["pack_weights"] == 1
-
-
-def test_the_contender_of_the_benchmark_runs_resident(monkeypatch):
-    monkeypatch.setattr(cuda, "RESIDENT_RUNS", False)
-    stages, x = [stage_of(64, blocks=1)], random_input(64).requires_grad_()
-
-    def train():
-        stages[0](x).sum().backward()
-
-    assert called(train) == {BY_UNITS, BACKWARD_BY_UNITS}
-    BY_NAME["fused-resident-graph"].prepare(types.SimpleNamespace(stages=stages))
-    assert called(train) == {FORWARD, BACKWARD}
-    assert not cuda.RESIDENT_RUNS
 
 
 def test_a_compiled_stage_gives_the_same_bits():

@@ -1,0 +1,342 @@
+"""Published models, converted, against every rival: `python -m bench.models`.
+
+Every model is trained as it is built (NCHW) and in channels_last, with each residual block compiled
+by `torch.compile`, also within an activation memory budget of 0.5, with each block under
+`torch.utils.checkpoint`, and converted by `pk.convert` in each memory mode. For each: bytes that a
+forward keeps for the backward, peak memory and time of a training step, in turn. Before it is
+timed, the output of a converted model is compared with float64. Prints a table and writes a CSV
+file; `make report` writes the tables of docs/convert.md from it. Models of packages that are not
+installed are left out.
+"""
+
+import argparse
+import copy
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import preact_kernels as pk
+from bench import measure, records
+from bench.contenders import inductor
+from bench.records import MODELS, ModelRow, mib, number, put, slug
+from testbed import norm_act_models, packages
+from testbed import published_models as published
+
+
+class Case(NamedTuple):
+    """A model.
+
+    Attributes:
+        build: builds the model.
+        shape: of its input.
+        blocks: class of the blocks that are compiled or checkpointed; empty: leaves these rivals
+            out.
+        gpu_shape: of its input on a GPU; None: the same.
+        others: makes its other inputs for a batch.
+        activations: as in `pk.convert`.
+    """
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    blocks: str = ""
+    gpu_shape: tuple[int, ...] | None = None
+    others: Callable[[int], tuple[Tensor, ...]] = lambda batch: ()
+    activations: Mapping | None = None
+
+
+def _noise_levels(batch: int) -> tuple[Tensor, ...]:
+    return (torch.arange(batch) * 10,)
+
+
+def _noise_and_words(batch: int) -> tuple[Tensor, ...]:
+    return (*_noise_levels(batch), torch.randn(batch, 16, 64))
+
+
+def _diffusers(name: str, shape: tuple[int, ...], others: Callable = lambda batch: (), **options):
+    build = functools.partial(packages.diffusers, name, **options)
+    return Case(build, shape, "ResnetBlock2D", others=others)
+
+
+def _monai(name: str, size: int, block: str, options: dict) -> Case:
+    build = functools.partial(packages.monai, name, **options)
+    return Case(build, (1, 1, size, size, size), block)
+
+
+def _timm(name: str, batch: int, block: str) -> Case:
+    build = functools.partial(published.timm_model, name)
+    return Case(build, (batch, 3, 128, 128), block, IMAGENET)
+
+
+def _torchvision(name: str, block: str) -> Case:
+    build = lambda: getattr(published.torchvision_models(), name)()  # noqa: E731
+    return Case(build, (8, 3, 128, 128), block, IMAGENET)
+
+
+CIFAR, IMAGENET = (128, 3, 32, 32), (128, 3, 224, 224)  # on a GPU
+CASES = {
+    "diffusers AutoencoderKL": _diffusers("AutoencoderKL", (2, 3, 64, 64), **packages.AUTOENCODER),
+    "diffusers UNet2DModel": _diffusers(
+        "UNet2DModel", (4, 3, 32, 32), _noise_levels, **packages.UNET
+    ),
+    "timm resnetv2_50": _timm("resnetv2_50", 8, "PreActBottleneck"),
+    "torchvision resnet50": _torchvision("resnet50", "Bottleneck"),
+    "torchvision densenet121": _torchvision("densenet121", "_DenseLayer"),
+    "MONAI SegResNet": _monai("SegResNet", 48, "ResBlock", packages.SEG_RES_NET),
+    "WRN-28-10": Case(lambda: published.WideResNet(28, 10), (4, 3, 32, 32), "WideBlock", CIFAR),
+    "PreActResNet-18": Case(published.FunctionalNet, (16, 3, 32, 32), "FunctionalBlock", CIFAR),
+    "1001 layers, blocks in lists": Case(
+        lambda: published.DeepNet(1001), (8, 3, 32, 32), gpu_shape=CIFAR
+    ),
+    "DenseNet-BC-100-12": Case(
+        lambda: published.DenseNet(100, 12), (16, 3, 32, 32), "DenseLayer", CIFAR
+    ),
+    "timm resnetv2_101": _timm("resnetv2_101", 4, "PreActBottleneck"),
+    "timm densenet121": _timm("densenet121", 8, "DenseLayer"),
+    "timm wide_resnet50_2": _timm("wide_resnet50_2", 4, "Bottleneck"),
+    "timm resnetv2_50x1_bit": _timm("resnetv2_50x1_bit", 8, "PreActBottleneck"),
+    "SongUNet of EDM": Case(
+        lambda: norm_act_models.SongUNet(64, (1, 2, 2), 2, dropout=0.1),
+        (4, 3, 32, 32),
+        "UNetBlock",
+        others=_noise_levels,
+    ),
+    "robust WRN-28-10": Case(
+        norm_act_models.SwishWideResNet,
+        (4, 3, 32, 32),
+        "SwishBlock",
+        activations={norm_act_models.SwishFunction: "silu"},
+    ),
+    "3D-Speaker CAM-DenseNet": Case(
+        lambda: norm_act_models.CAMDenseNet(counts=(3, 6, 4)), (16, 80, 300), "CAMDenseLayer"
+    ),
+    "diffusers UNet2DModel, scale and shift": _diffusers(
+        "UNet2DModel",
+        (4, 3, 32, 32),
+        _noise_levels,
+        **packages.UNET | {"resnet_time_scale_shift": "scale_shift"},
+    ),
+    "diffusers UNet2DConditionModel": _diffusers(
+        "UNet2DConditionModel", (4, 4, 32, 32), _noise_and_words, **packages.CONDITIONED
+    ),
+    "MONAI AutoencoderKL": _monai("AutoencoderKL", 32, "AEKLResBlock", packages.MONAI_AUTOENCODER),
+    "MONAI BasicUNet": _monai("BasicUNet", 48, "TwoConv", packages.BASIC_UNET),
+    "MONAI DynUNet": _monai("DynUNet", 48, "UnetBasicBlock", packages.DYN_UNET),
+}
+"""Models by name, the most important first."""
+
+
+class Contender(NamedTuple):
+    """A way to train a model."""
+
+    name: str
+    prepare: Callable[[nn.Module, Case], object] = lambda model, case: None  # changes the model
+    channels_last: bool = True
+    is_fused: bool = False
+    needs_blocks: bool = False
+
+
+def _blocks(model: nn.Module, case: Case) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__ == case.blocks]
+
+
+def _compile(model: nn.Module, case: Case, budget: float) -> None:
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    for block in _blocks(model, case):
+        block.compile(backend=inductor(budget), dynamic=False)
+
+
+def _checkpoint(model: nn.Module, case: Case) -> None:
+    for block in _blocks(model, case):
+        forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = forward  # type: ignore[method-assign]
+
+
+def _compiled(name: str, budget: float) -> Contender:
+    return Contender(name, functools.partial(_compile, budget=budget), needs_blocks=True)
+
+
+def _converted(name: str, memory: str, channels_last: bool = True) -> Contender:
+    def prepare(model: nn.Module, case: Case) -> None:
+        pk.convert(model, memory=memory, activations=case.activations)
+
+    return Contender(name, prepare, channels_last, is_fused=True)
+
+
+CONTENDERS = (
+    Contender("eager", channels_last=False),
+    Contender("eager, channels_last"),
+    _compiled("compile", 1.0),
+    _compiled("compile, budget 0.5", 0.5),
+    Contender("checkpoint", _checkpoint, needs_blocks=True),
+    _converted("pk.convert", "store", channels_last=False),
+    _converted("pk.convert, channels_last", "store"),
+    _converted("pk.convert, rebuild, channels_last", "rebuild"),
+    _converted("pk.convert, checkpoint, channels_last", "checkpoint"),
+)
+
+
+def in_format(t: Tensor, channels_last: bool) -> Tensor:
+    """Converts images and volumes to channels_last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if not channels_last or t.dim() not in formats:
+        return t
+    return t.contiguous(memory_format=formats[t.dim()])
+
+
+class Trained:
+    """One contender on one model."""
+
+    def __init__(self, contender: Contender, case: Case, plain: nn.Module, a: argparse.Namespace):
+        self.dtype, self.device = a.dtype, a.device
+        self.converted = copy.deepcopy(plain).train()
+        for p in self.converted.parameters():
+            p.data = in_format(p.data, contender.channels_last)
+        contender.prepare(self.converted, case)
+        torch.manual_seed(1)
+        on_gpu = a.device.type == "cuda"
+        x = torch.randn((on_gpu and case.gpu_shape) or case.shape).to(a.device)
+        others = [t.to(a.device) for t in case.others(len(x))]
+        self.x = in_format(x, contender.channels_last)
+        self.model = packages.OneInput(self.converted, others)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9)
+
+    def autocast(self) -> torch.autocast:
+        """Returns the context of a forward: autocast unless the dtype is float32."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def forward(self) -> Tensor:
+        """Returns the output."""
+        torch.manual_seed(2)  # of dropout
+        with self.autocast():
+            return self.model(self.x)
+
+    def step(self) -> None:
+        """Runs a training step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.forward().float().square().mean().backward()
+        self.optimizer.step()
+
+    def peak_bytes(self) -> int:
+        """Returns the peak memory of a step, minus the memory between steps."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            self.step()
+            return torch.cuda.max_memory_allocated(self.device) - before
+        before = measure.resident_bytes()
+        measure.reset_peak()
+        self.step()
+        return measure.peak_resident_bytes() - before
+
+    def saved_bytes(self) -> int:
+        """Returns the bytes that a forward keeps for the backward, without parameters."""
+        with self.autocast():
+            return pk.saved_bytes(self.model, self.x)
+
+
+def check_equal(fused: Trained, plain: Trained) -> None:
+    """Raises if the output in training mode exceeds the budget in the README.
+
+    Both have the same memory format: dropout draws its numbers in the order of the memory.
+    """
+    with torch.no_grad():
+        wide = copy.deepcopy(plain.model).double()
+        torch.manual_seed(2)
+        expected = wide(plain.x.double())
+        errors = [float((t.forward().double() - expected).norm()) for t in (fused, plain)]
+    rounding = torch.finfo(plain.dtype).eps / 2 * float(expected.norm())
+    if not errors[0] <= 2 * errors[1] + rounding:
+        raise ArithmeticError(f"error {errors[0]:.3g}, of the plain model {errors[1]:.3g}")
+
+
+def measured(name: str, rows: Sequence[ModelRow], a: argparse.Namespace) -> None:
+    """Measures a model, and fills in the rows of its contenders."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    plain = case.build().to(a.device)
+    contenders = {c.name: c for c in CONTENDERS}
+    trained: dict[str, Trained] = {}
+    references = [Trained(contenders[n], case, plain, a) for n in ("eager", "eager, channels_last")]
+    for row in rows:
+        contender = contenders[row.contender]
+        row.shape = "x".join(map(str, references[0].x.shape))
+        try:
+            one = Trained(contender, case, plain, a)
+            if contender.is_fused:
+                check_equal(one, references[contender.channels_last])
+                report = pk.conversion_report(one.converted)
+                row.fused = f"{len(report.fused)} of {len(report)}"
+            one.step()
+            row.saved_bytes = one.saved_bytes()
+            one.step()
+            row.peak_bytes = one.peak_bytes()
+        except (ArithmeticError, RuntimeError) as error:
+            row.saved_bytes, row.note = None, measure.first_line(error)
+            print(f"{name}, {row.contender}: {row.note}")
+            continue
+        trained[row.contender] = one
+    steps = {n: t.step for n, t in trained.items()}
+    times = measure.time_in_turn(steps, rounds=a.steps, device=a.device, title=name)
+    for row in rows:
+        if row.contender in times:
+            row.median_ms, row.p20_ms, row.p80_ms = times[row.contender]
+
+
+def table(rows: Sequence[ModelRow]) -> str:
+    """Formats a line per contender."""
+    lines = [
+        {
+            "model": row.case,
+            "input": row.shape,
+            "dtype": row.dtype,
+            "contender": row.contender,
+            "fused": row.fused,
+            "kept, MiB": mib(row.saved_bytes),
+            "peak, MiB": mib(row.peak_bytes),
+            "step, ms": row.note or number(row.median_ms, ",.0f"),
+        }
+        for row in rows
+    ]
+    return records.table(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    parser = measure.parser("bench.models", __doc__, "--device", "--out")
+    names = [c.name for c in CONTENDERS]
+    add = parser.add_argument
+    add("--models", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
+    add("--contenders", nargs="+", choices=names, metavar="NAME", help=f"of: {'; '.join(names)}")
+    add("--steps", type=int, default=5, help="timed steps of each contender (5)")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: under autocast")
+    a = parser.parse_args(arguments)
+    dtype, a.dtype = a.dtype, measure.DTYPES[a.dtype]
+    machine = measure.Machine.of(a.device)
+    path = a.out / f"{slug(machine.device)}{MODELS}"
+    failed = False
+    for name in a.models or CASES:
+        rows = [
+            machine.stamp(ModelRow(name, c.name, "", dtype))
+            for c in CONTENDERS
+            if c.name in (a.contenders or names) and (CASES[name].blocks or not c.needs_blocks)
+        ]
+        try:
+            measured(name, rows, a)
+        except ImportError as error:
+            print(f"{name}: not measured, {error.name} is not installed")
+            continue
+        failed = failed or any(r.note for r in rows)
+        put(path, *rows)
+        print(table(rows), flush=True)
+    if failed:
+        sys.exit("bench.models: some contenders were not measured")
+
+
+if __name__ == "__main__":
+    main()
