@@ -299,7 +299,6 @@ GROUPS = {
     "compile budgets": ("fused-store", "compile-budget-0.5", "compile-budget-0.3"),
     "wide networks": ("eager-channels-last", *_FUSED, "compile-blocks"),
     "against eager": ("eager-nchw", "eager-channels-last", "fused-store"),
-    "deepest": ("fused-store", "fused-checkpoint"),
 }
 """Groups of contenders that are timed in turn, the most important first."""
 
@@ -318,9 +317,6 @@ WIDE_NETWORKS = {
     "cuda": (("imagenet-resnet-50", 256), ("imagenet-resnet-200", 64), ("wrn-28-10", 128)),
 }
 """Further networks and batches, and their group, by device."""
-
-DEEPEST = ("resnet-10001", 128)
-"""Network and batch for the group `deepest`, on a GPU."""
 
 
 def is_rival(name: str) -> bool:

@@ -8,7 +8,6 @@ import torch
 
 from bench.contenders import (
     ANCHOR,
-    DEEPEST,
     GROUPS,
     MAIN_GROUPS,
     WIDE_GROUP,
@@ -50,8 +49,6 @@ def tasks(a: argparse.Namespace, common: dict) -> Iterator[Task]:
 
 def steps_of(item: Item, a: argparse.Namespace) -> int:
     """Returns the timed rounds: more on shallow networks, fewer for less important groups."""
-    if item.group == "deepest":
-        return 3
     is_short = item.network.startswith("resnet") and Network.named(item.network).depth < 300
     steps = a.steps * (3 if is_short else 1)
     is_minor = a.device.type == "cpu" and item.group != "main"
@@ -104,8 +101,6 @@ def gpu_items(a: argparse.Namespace) -> Iterator[Item]:
     yield from wide(a, a.dtype)
     for group in ("memory rivals", "compile budgets"):
         yield Item(group, first, batch, a.dtype)
-    if a.is_default:
-        yield Item("deepest", *DEEPEST, a.dtype)
     for each in batches[:1]:
         for group in MAIN_GROUPS[1:]:
             yield Item(group, first, each, a.dtype)

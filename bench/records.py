@@ -84,7 +84,6 @@ class ScalingRow(Measured):
     alone_ms: float | None = None  # median
     apart_ms: float | None = None
     together_ms: float | None = None
-    alone_images_per_s: float | None = None
     images_per_s: float | None = None  # all processes together
     efficiency: float | None = None
     sending_share: float | None = None  # share of sending and waiting in `together_ms`
@@ -96,7 +95,6 @@ class ScalingRow(Measured):
     def set_times(self, alone_ms: float, apart_ms: float, together_ms: float) -> None:
         """Sets the times and derived columns; efficiency: N processes / (N * one process)."""
         self.alone_ms, self.apart_ms, self.together_ms = alone_ms, apart_ms, together_ms
-        self.alone_images_per_s = self.batch / (alone_ms / 1e3)
         self.images_per_s = self.processes * self.batch / (together_ms / 1e3)
         self.efficiency = alone_ms / together_ms
         self.sending_share = max(0.0, 1 - apart_ms / together_ms)

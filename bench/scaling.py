@@ -9,8 +9,8 @@ processes):
     together  the data-parallel step: gradients and statistics are shared
 
 Efficiency is alone / together; the share of sending and waiting is 1 - apart / together.
-`torch.nn.SyncBatchNorm` does not run on a CPU: there the plain network, and an additional fused
-contender for comparison, use the statistics of each process.
+`torch.nn.SyncBatchNorm` does not run on a CPU: there the plain network uses the statistics of each
+process.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import correctness, measure, records
-from bench.contenders import ANCHOR, Contender, Network, is_rival
+from bench.contenders import Contender, Network, is_rival
 from bench.network import TrainingStep
 from bench.records import SCALING, ScalingRow, number, put, slug
 from preact_kernels.study import data
@@ -79,17 +79,10 @@ class _Joined(nn.Module):
 
 
 def chosen(a: argparse.Namespace) -> list[DataParallel]:
-    """Returns the contenders of a run, each with the statistics that it can share."""
-    found = []
-    for contender in a.usable:
-        if contender.name not in (a.contenders or CONTENDERS) or contender.graphed:
-            continue
-        on_cpu, is_plain = a.device.type == "cpu", is_rival(contender.name)
-        if on_cpu and (is_plain or contender.name == ANCHOR):
-            found.append(DataParallel.of(contender, LOCAL))
-        if not (on_cpu and is_plain):
-            found.append(DataParallel.of(contender, SHARED))
-    return found
+    """Returns the contenders of a run."""
+    wanted = [c for c in a.usable if c.name in (a.contenders or CONTENDERS) and not c.graphed]
+    on_cpu = a.device.type == "cpu"
+    return [DataParallel.of(c, LOCAL if on_cpu and is_rival(c.name) else SHARED) for c in wanted]
 
 
 def _slowest(value: float, device: torch.device) -> float:
@@ -170,8 +163,7 @@ def table(rows: list[ScalingRow]) -> str:
         "alone, ms": ("alone_ms", ",.1f"),
         "apart, ms": ("apart_ms", ",.1f"),
         "together, ms": ("together_ms", ",.1f"),
-        "images/s, 1 process": ("alone_images_per_s", ",.1f"),
-        f"images/s, {dist.get_world_size()} processes": ("images_per_s", ",.1f"),
+        "images/s": ("images_per_s", ",.1f"),
         "efficiency": ("efficiency", ".2f"),
         "sending and waiting": ("sending_share", ".0%"),
     }
@@ -207,11 +199,7 @@ def main(a: argparse.Namespace) -> int:
     command = f"torchrun --nproc-per-node {on_node} -m bench {shlex.join(sys.argv[1:])}"
     images, machine = data.load(a.data), measure.Machine.of(a.device, command)
     say(f"{machine.device}; {machine.versions}; commit {machine.commit}; data: {images.name}")
-    say(
-        f"weak scaling: {processes} processes, each with {a.batch[0]} images and on this device; "
-        "alone: one such process, while the others wait",
-        flush=True,
-    )
+    say(f"weak scaling: {processes} processes, each with {a.batch[0]} images", flush=True)
     path = a.out / f"{slug(machine.device)}-{processes}-processes{SCALING}"
     if dist.get_rank() == 0:
         path.unlink(missing_ok=True)
