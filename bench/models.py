@@ -57,14 +57,14 @@ def _noise_and_words(batch: int) -> tuple[Tensor, ...]:
     return (*_noise_levels(batch), torch.randn(batch, 16, 64))
 
 
-def _diffusers(name: str, shape: tuple[int, ...], others: Callable = lambda batch: (), **options):
+def _diffusers(name: str, options: dict, shape: tuple, gpu_shape: tuple, **others) -> Case:
     build = functools.partial(packages.diffusers, name, **options)
-    return Case(build, shape, "ResnetBlock2D", others=others)
+    return Case(build, shape, "ResnetBlock2D", gpu_shape, **others)
 
 
-def _monai(name: str, size: int, block: str, options: dict) -> Case:
+def _monai(name: str, options: dict, block: str, size: int = 48) -> Case:
     build = functools.partial(packages.monai, name, **options)
-    return Case(build, (1, 1, size, size, size), block)
+    return Case(build, (1, 1, size, size, size), block, (1, 1, 96, 96, 96))
 
 
 def _timm(name: str, batch: int, block: str) -> Case:
@@ -73,20 +73,24 @@ def _timm(name: str, batch: int, block: str) -> Case:
 
 
 def _torchvision(name: str, block: str) -> Case:
-    build = lambda: getattr(published.torchvision_models(), name)()  # noqa: E731
+    def build() -> nn.Module:
+        return getattr(published.torchvision_models(), name)()
+
     return Case(build, (8, 3, 128, 128), block, IMAGENET)
 
 
 CIFAR, IMAGENET = (128, 3, 32, 32), (128, 3, 224, 224)  # on a GPU
 CASES = {
-    "diffusers AutoencoderKL": _diffusers("AutoencoderKL", (2, 3, 64, 64), **packages.AUTOENCODER),
+    "diffusers AutoencoderKL": _diffusers(
+        "AutoencoderKL", packages.AUTOENCODER, (2, 3, 64, 64), (8, 3, 256, 256)
+    ),
     "diffusers UNet2DModel": _diffusers(
-        "UNet2DModel", (4, 3, 32, 32), _noise_levels, **packages.UNET
+        "UNet2DModel", packages.UNET, (4, 3, 32, 32), (16, 3, 64, 64), others=_noise_levels
     ),
     "timm resnetv2_50": _timm("resnetv2_50", 8, "PreActBottleneck"),
     "torchvision resnet50": _torchvision("resnet50", "Bottleneck"),
     "torchvision densenet121": _torchvision("densenet121", "_DenseLayer"),
-    "MONAI SegResNet": _monai("SegResNet", 48, "ResBlock", packages.SEG_RES_NET),
+    "MONAI SegResNet": _monai("SegResNet", packages.SEG_RES_NET, "ResBlock"),
     "WRN-28-10": Case(lambda: published.WideResNet(28, 10), (4, 3, 32, 32), "WideBlock", CIFAR),
     "PreActResNet-18": Case(published.FunctionalNet, (16, 3, 32, 32), "FunctionalBlock", CIFAR),
     "1001 layers, blocks in lists": Case(
@@ -116,16 +120,23 @@ CASES = {
     ),
     "diffusers UNet2DModel, scale and shift": _diffusers(
         "UNet2DModel",
+        packages.UNET | {"resnet_time_scale_shift": "scale_shift"},
         (4, 3, 32, 32),
-        _noise_levels,
-        **packages.UNET | {"resnet_time_scale_shift": "scale_shift"},
+        (16, 3, 64, 64),
+        others=_noise_levels,
     ),
     "diffusers UNet2DConditionModel": _diffusers(
-        "UNet2DConditionModel", (4, 4, 32, 32), _noise_and_words, **packages.CONDITIONED
+        "UNet2DConditionModel",
+        packages.CONDITIONED,
+        (4, 4, 32, 32),
+        (16, 4, 64, 64),
+        others=_noise_and_words,
     ),
-    "MONAI AutoencoderKL": _monai("AutoencoderKL", 32, "AEKLResBlock", packages.MONAI_AUTOENCODER),
-    "MONAI BasicUNet": _monai("BasicUNet", 48, "TwoConv", packages.BASIC_UNET),
-    "MONAI DynUNet": _monai("DynUNet", 48, "UnetBasicBlock", packages.DYN_UNET),
+    "MONAI AutoencoderKL": _monai(
+        "AutoencoderKL", packages.MONAI_AUTOENCODER, "AEKLResBlock", size=32
+    ),
+    "MONAI BasicUNet": _monai("BasicUNet", packages.BASIC_UNET, "TwoConv"),
+    "MONAI DynUNet": _monai("DynUNet", packages.DYN_UNET, "UnetBasicBlock"),
 }
 """Models by name, the most important first."""
 
@@ -277,7 +288,7 @@ def measured(name: str, rows: Sequence[ModelRow], a: argparse.Namespace) -> None
             one.step()
             row.peak_bytes = one.peak_bytes()
         except (ArithmeticError, RuntimeError) as error:
-            row.saved_bytes, row.note = None, measure.first_line(error)
+            row.note = measure.first_line(error)
             print(f"{name}, {row.contender}: {row.note}")
             continue
         trained[row.contender] = one

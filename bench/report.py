@@ -313,8 +313,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pages = {a.root / page: name for page, name in PAGES.items()}
         texts = {page: page.read_text() for page in pages}
         for page, name in pages.items():
-            rewrite_block(texts[page], name, "")  # checks the markers before plotting
-        for page, name in pages.items():
             texts[page] = rewrite_block(texts[page], name, BLOCKS[name](a.results, page))
     except (OSError, ValueError) as error:
         raise SystemExit(f"bench.report: {error}") from error
