@@ -1,6 +1,5 @@
 """The launches of a training step: kernels, units, bytes and measured times."""
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -8,7 +7,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -268,52 +266,6 @@ def test_measured_kernels_are_those_that_were_recorded():
     assert times_of(stats, variant) == [1.0, 4.0]
     with pytest.raises(RuntimeError, match="kernel 1: expected None, the GPU ran norm_act_conv"):
         times_of(stats, zeros, fill)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU that runs the recorded kernels, in 2 us each; returns options of the command."""
-    step = ["--network", "resnet-29", "--batch", "2", "--no-instructions"]
-    stages = recorded(arguments(step))
-    left = iter(stages)
-
-    def kernels_of(step):
-        names = [p.name for p in next(left).launches]
-        names = ["Memset (Device)" if n == "fill_zeros" else f"{n}_kernel" for n in names]
-        return [Kernel(name, 2.0) for name in names]
-
-    machine = measure.Machine("A GPU", "versions", "commit", "date", "command")
-    properties = types.SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(launches, "recorded", lambda a: stages)
-    monkeypatch.setattr(launches, "captured", lambda stage, x: lambda: None)
-    monkeypatch.setattr(measure, "time_once_ms", lambda step, device: 0.1)
-    monkeypatch.setattr(launches, "kernels_of", kernels_of)
-    monkeypatch.setattr(measure, "measure_copy_gb_s", lambda device: 4000.0)
-    monkeypatch.setattr(dry_run, "stages", lambda *_: [(None, None)] * 3)
-    monkeypatch.setattr(launches.pk, "use_backend", lambda name: contextlib.nullcontext())
-    monkeypatch.setattr(measure.Machine, "of", lambda device: machine)
-    return step
-
-
-def test_measured_times_are_beside_lower_bounds_unless_a_stage_fails(
-    gpu, tmp_path, capsys, monkeypatch
-):
-    path = tmp_path / f"cuda{LAUNCHES}"
-    main([*gpu, "--csv", str(path)])
-    for row in read(path, LaunchRow):
-        is_own = "fill" not in row.kernel and "aten::" not in row.kernel
-        expected = pytest.approx(2 * row.launches_per_block) if is_own else None
-        assert row.measured_us_per_block == expected
-        assert row.copy_gb_s == 4000.0
-    assert "stage 3: measured 0.10 ms" in capsys.readouterr().out
-    monkeypatch.setattr(launches, "kernels_of", lambda step: kernels_in([[]]))
-    with pytest.raises(SystemExit, match="nothing was measured"):
-        main([*gpu, "--csv", str(path)])
-    assert all(row.measured_us_per_block is None for row in read(path, LaunchRow))
-    printed = capsys.readouterr().out
-    assert "stage 1: kernels not measured: the profiler saw no kernels" in printed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -1,6 +1,5 @@
-"""The probe of a GPU compiles, waits for the launch ahead, and fails with the reason."""
+"""The probe of a GPU compiles, and waits for the launch ahead."""
 
-import ctypes
 import re
 import subprocess
 import types
@@ -15,11 +14,8 @@ pytest.importorskip("matplotlib")
 from bench import measure, probes
 from bench.records import CEILINGS, CeilingRow, read
 
-needs_nvcc = pytest.mark.skipif(not probes.nvcc(), reason="no nvcc")
-has_gpu = torch.cuda.is_available()
 
-
-@needs_nvcc
+@pytest.mark.skipif(not probes.nvcc(), reason="no nvcc")
 def test_the_probe_waits_before_it_reads_and_has_the_registers_of_a_convolution(tmp_path):
     command = [probes.nvcc(), "-std=c++17", "-arch=sm_90", "-Xptxas=-v", "-cubin", "--keep"]
     command += [f"--keep-dir={tmp_path}", "-o", str(tmp_path / "probes.cubin")]
@@ -33,19 +29,7 @@ def test_the_probe_waits_before_it_reads_and_has_the_registers_of_a_convolution(
     assert 110 <= int(re.search(r"Used (\d+) registers", done.stderr)[1]) <= 128
 
 
-@needs_nvcc
-@pytest.mark.skipif(has_gpu, reason="there is a GPU")
-def test_a_launch_that_fails_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(probes, "FOLDER", tmp_path)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(probes, "in_graph_us", lambda launch: launch())
-    library = ctypes.CDLL(str(probes.build("sm_90")))
-    with pytest.raises(RuntimeError, match="CUDA"):
-        probes.chain_us(library, 1, True)
-
-
-@pytest.mark.skipif(not has_gpu, reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_the_probes_measure():
     rows = probes.chain_rows(torch.device("cuda"))
     assert len({row.name for row in rows}) == 4
@@ -53,7 +37,7 @@ def test_the_probes_measure():
 
 
 def test_the_other_ceilings_are_written_where_the_probe_fails(tmp_path, monkeypatch):
-    if not has_gpu:
+    if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="no GPU"):
             probes.main([])
     machine = measure.Machine("A GPU", "versions", "commit", "date", "command")
