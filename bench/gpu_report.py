@@ -66,7 +66,7 @@ class Part:
 def tests(seconds: float) -> Part:
     """Returns a part for the quick tests, in parallel if pytest-xdist is there.
 
-    On a GPU, those of the CPU backend are left out.
+    On a GPU, tests of the CPU backend are left out.
     """
     command = ["-m", "pytest", "-v", "-rfEs", "--tb=short", "--maxfail=100"]
     command += ["-p", "no:cacheprovider", "-m", "not slow"]

@@ -45,8 +45,8 @@ PAUSE_US = 10.0  # the longest between kernels; a longer pause, in a graph, is t
 FILL = "fill_zeros"
 
 
-# Of the lower bound, as `python -m bench.probes` measured them on an H200 at 6a9b61d, where the
-# kernel of the launches had no shared memory, and let the next one begin before it waited.
+# Constants of the lower bound, by `python -m bench.probes` on an H200 at 6a9b61d, where the probe
+# had no shared memory, and let the next launch begin before it waited.
 COPY_BYTES_PER_US = 4.1e6  # read and written
 LAUNCH_US = 1.0  # per kernel of a CUDA graph
 DEPENDENT_LAUNCH_US = 0.7  # with programmatic dependent launch

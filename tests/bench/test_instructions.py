@@ -58,7 +58,7 @@ def test_instructions_count_as_often_as_a_warp_issues_them():
 @pytest.mark.parametrize(
     ("before", "after", "more"),
     [
-        # Of unknown length, a loop counts once:
+        # A loop of unknown length counts once:
         ("R3.reuse, 0x11", "R3.reuse, R12", -8),  # the bound is not constant
         ("VIADD R3, R3, 0x8", "VIADD R3, R3, R13", -8),  # nor is the step
         ("VIADD R3, R3, 0x8", "VIADD R3, R3, 0xfffffff8", -8),  # counts down

@@ -70,7 +70,7 @@ def test_a_block_has_its_launches_also_with_a_float32_stream(backend, tmp_path):
     unit_rows = [r for r in rows if r.kernel[:2] in KERNELS_OF_UNITS]
     for stage in "123":
         own = [r for r in unit_rows if r.stage == stage]
-        # Of 17 blocks, 16 or more have each launch, and 9 or fewer end a group.
+        # 16 or more of 17 blocks have each launch, and 9 or fewer end a group.
         count = sum(round(row.launches_per_block - 0.1) for row in own)
         assert count == LAUNCHES_A_BLOCK[backend]
         assert {row.kernel[:2] for row in own} == set(KERNELS_OF_UNITS)

@@ -28,7 +28,7 @@ def cells(line):
 
 
 def test_the_headline_has_the_best_rivals_with_times_in_the_same_rounds():
-    """Of captured steps, which take the same time beside anything, times are their own."""
+    """Captured steps take the same time beside anything: their times are not scaled."""
     slow = "fused-store took 100.0 ms beside this"
     rows = [
         row("eager-channels-last", 400.0, 1000),
