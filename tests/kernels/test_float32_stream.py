@@ -14,10 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, pytorch_conv
-from preact_kernels.kernels.contract import Conv, Gradient, Parameters, Wanted
+from preact_kernels.kernels.contract import Conv, Gradient, Wanted
 from preact_kernels.ops import dispatch
-from preact_kernels.ops.block_arguments import Block
-from preact_kernels.ops.blocks import Stage, StageValues
 from tests.cases import (
     Autocast,
     in_dtype,
@@ -47,7 +45,6 @@ from tests.oracle import (
     assert_same_bits,
     check,
     evaluate,
-    gradient_like,
     plain_copy,
     unit_roundoff,
 )
@@ -210,12 +207,10 @@ def test_the_library_names_what_it_does_not_take(monkeypatch):
     case = TYPICAL[0]
     forward = forward_inputs(case, torch.bfloat16)
     backward = backward_inputs(case, torch.bfloat16)
-    both = forward._replace(x=forward.x.float(), residual=forward.residual.float())
     float32_g = with_stream(backward, "output")
     float32_g = float32_g._replace(dy=float32_g.dy._replace(g=float32_g.dy.g.float()))
     double = forward._replace(residual=forward.residual.double())
     for inputs, options, message in (
-        (both, True, "x: expected the dtype of the convolution, if the output is float32"),
         (double, True, "residual: expected dtype float32, bfloat16 or float16"),
         (float32_g, ALL, "g: expected the dtype of the convolution"),
     ):
@@ -274,8 +269,8 @@ def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
 @quick_on_cuda
 def test_a_compiled_stage_calls_no_convolution_of_pytorch(monkeypatch):
     stage = bare_stage("bottleneck", 2, memory="rebuild")
-    x = torch.randn(2, 64, 5, 4, device=DEVICE)
-    expected = training_step(stage, x)
+    inputs = {"x": torch.randn(2, 64, 5, 4, device=DEVICE)}
+    expected = evaluate(stage, inputs)
     torch._dynamo.reset()
     compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
 
@@ -284,17 +279,9 @@ def test_a_compiled_stage_calls_no_convolution_of_pytorch(monkeypatch):
 
     for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
         monkeypatch.setattr(pytorch_conv, name, refuse)
-    found = training_step(compiled, x)
+    found = evaluate(compiled, inputs)
     assert found["y"].dtype == torch.float32
-    assert_same_bits(found, expected)
-
-
-def training_step(module, x) -> dict[str, torch.Tensor]:
-    """The output and all gradients."""
-    x = x.clone().requires_grad_()
-    y = module(x)
-    gradients = torch.autograd.grad(y, [x, *module.parameters()], gradient_like(y))
-    return {"y": y, **{str(i): g for i, g in enumerate(gradients)}}
+    assert_same_bits({n.replace("_orig_mod.", ""): t for n, t in found.items()}, expected)
 
 
 @pytest.mark.covering(1)
@@ -351,7 +338,7 @@ def test_a_block_with_a_projection_is_fused(monkeypatch):
 
 
 def between_streams(
-    case: Case, half: torch.dtype = torch.bfloat16
+    case: Case, half: torch.dtype
 ) -> tuple[tuple[Forward, bool], tuple[Backward, Wanted]]:
     """Inputs and options for both directions, with x and y in float32.
 
@@ -368,39 +355,23 @@ def between_streams(
 
 
 @on_gpu_backends
-def test_a_lone_unit_between_tensors_of_the_stream_adds_the_residual_apart():
-    case = Case(2, 5, 7, 32, 32, 1)
-    for inputs, options in between_streams(case):
-        found = check_case(case, inputs, options)
-        assert found.get("y", found.get("dy")).dtype == torch.float32
-
-
-@on_gpu_backends
 @pytest.mark.parametrize(
-    ("half", "weight_dtype"),
-    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)],
-    ids=cuda_conv.dtype_name,
+    ("channels", "half", "weight_dtype"),
+    [
+        (32, torch.bfloat16, torch.bfloat16),  # fused; the residual is added apart
+        (272, torch.bfloat16, torch.bfloat16),  # too many channels: around PyTorch's convolution
+        (272, torch.float16, torch.float32),
+    ],
+    ids=str,
 )
-def test_a_unit_that_is_not_fused_runs_around_pytorchs_convolution(half, weight_dtype):
-    case = Case(2, 5, 7, 272, 32, 1)  # too many channels
+def test_a_lone_unit_between_tensors_of_the_stream(channels, half, weight_dtype):
+    case = Case(2, 5, 7, channels, 32, 1)
     for inputs, options in between_streams(case, half):
         weight = torch.randn_like(inputs.conv_weight, dtype=weight_dtype) / 16
         inputs = inputs._replace(conv_weight=weight)
-        found = cuda_conv.check_case(case, inputs, options, kernels(), half)
-        assert found.get("y", found.get("g")).dtype == torch.float32
-
-
-@on_gpu_backends
-def test_blocks_of_two_units_are_in_a_run_and_of_one_are_not():
-    case = Case(2, 5, 7, 32, 32, 1)
-    (given, _), _ = between_streams(case)
-    lone = unit(case, given)
-    halves = lone._replace(y_dtype=lone.dtype), lone._replace(x_dtype=lone.dtype)
-    parameters = Parameters(*given.norm[2:4], given.conv_weight)
-    for units, is_runnable in (((lone,), False), (halves, True)):
-        values = StageValues([parameters] * len(units), [None], [])
-        stage = Stage(kernels(), [Block(units, None)], [1e-5] * len(units), values)
-        assert stage.runnable(given.x) == [is_runnable]
+        backend = Fused(kernels()) if channels == 32 else kernels()
+        found = cuda_conv.check_case(case, inputs, options, backend, half)
+        assert found.get("y", found.get("dy")).dtype == torch.float32
 
 
 @pytest.mark.covering(1)
