@@ -34,30 +34,6 @@ from tests.oracle import assert_same_bits, evaluate, gradient_like
 pytestmark = pytest.mark.usefixtures("fused_convolutions")
 
 
-@pytest.mark.covering(1)
-@pytest.mark.calls(
-    "preact_kernels_cuda::block_run_forward", "preact_kernels_cuda::block_run_backward"
-)
-@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    "memory", [{}, *({"memory": "rebuild", "anchor_every": n} for n in (4, 2))], ids=str
-)
-def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
-    kind, training, memory, monkeypatch
-):
-    """In mode "rebuild" the run keeps no inputs of blocks, or that of the first of its two."""
-    stage = random_stage(kind, 16, **memory)
-    stage = in_dtype(stage, torch.bfloat16).train(training).to(DEVICE)
-    inputs = {"x": torch.randn(3, 10, 7, 6, device=DEVICE).bfloat16()}
-    names = ("block_run_forward", "block_run_backward")
-    with pk.use_backend("cuda"):
-        expected = unit_by_unit(evaluate, stage, inputs)
-        calls = [recorded_calls(kernels(), name, monkeypatch) for name in names]
-        assert_same_bits(evaluate(stage, inputs), expected)
-    assert [len(c) for c in calls] == [1, 1]
-
-
 @on_host
 @pytest.mark.parametrize(
     ("is_large", "width", "stream"),
@@ -204,7 +180,6 @@ DTYPES = {
     "bfloat16_stream": (torch.bfloat16, torch.float32),
     "float16_stream": (torch.float16, torch.float32),
 }
-every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 BFLOAT16 = DTYPES["bfloat16"]
 
 
@@ -234,16 +209,27 @@ def assert_bits_of_units(stage, x, dy=None):
     return found
 
 
+MEMORY = ({}, *({"memory": "rebuild", "anchor_every": n} for n in (4, 2)), {"memory": "checkpoint"})
+
+
 @pytest.mark.covering(1)
-@every_dtype
+@pytest.mark.calls(
+    "preact_kernels_cuda::block_run_forward", "preact_kernels_cuda::block_run_backward"
+)
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("memory", ["store", "rebuild"])
-def test_runs_of_every_dtype_give_the_bits_of_units(dtypes, training, memory):
-    """A block of threads has several tiles; the last is partial."""
+@pytest.mark.parametrize("memory", MEMORY, ids=str)
+def test_runs_give_the_bits_of_units(dtypes, kind, training, memory):
+    """A block of threads has several tiles; the last is partial.
+
+    The last two blocks are a run. In mode "rebuild" it keeps no inputs of blocks, or the first.
+    """
     set_schedule(multiprocessors=1)
-    stage = stage_of(bottlenecks(16), dtypes, memory=memory).train(training)
-    x = images(dtypes, 3, 64, 17, 11)
-    assert_bits_of_units(stage, x)
+    stage = random_stage(kind, 16, residual_dtype=dtypes[1], **memory).train(training)
+    stage = in_dtype(stage, dtypes[0]).to(DEVICE)
+    found = assert_bits_of_units(stage, images(dtypes, 2, 10, 33, 21))
+    assert found["y"].dtype == (dtypes[1] or dtypes[0])
 
 
 @pytest.mark.not_under_sanitizer
@@ -259,7 +245,7 @@ def test_stages_of_other_sizes_give_those_bits(name, width, shape):
 
 def test_schedules_change_no_bit():
     set_schedule(multiprocessors=1)
-    stage, x = stage_of(bottlenecks(16), BFLOAT16), images(BFLOAT16, 3, 64, 17, 11)
+    stage, x = stage_of(bottlenecks(16), BFLOAT16), images(BFLOAT16, 2, 64, 17, 11)
     dy = gradient_like(x)
     expected = assert_bits_of_units(stage, x, dy)
     set_schedule(1, multiprocessors=1)
