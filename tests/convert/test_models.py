@@ -45,15 +45,17 @@ def assert_trains_alike_in_float64(converted, plain, x, steps=2):
 
 
 def assert_trains_alike(converted, plain, x, backend):
-    """Asserts equality in float64, and of backends without it the budget in float32."""
-    if backend in ("reference", "cpu"):
-        assert_trains_alike_in_float64(converted, plain, x)
-        return
+    """Asserts the budget in float32, and equality in float64 on backends that serve it.
+
+    The kernels of the CPU library fuse convolutions in float32, but not in float64.
+    """
     truth = trained(copy.deepcopy(plain).double(), x)
     orders = [x, x.contiguous(memory_format=torch.channels_last)]
     eager = [trained(plain, order) for order in orders]
     errors = {n: max(float((e[n] - t).norm()) for e in eager) for n, t in truth.items()}
     assert_within_budget(trained(converted, x), truth, errors)
+    if backend in ("reference", "cpu"):
+        assert_trains_alike_in_float64(converted, plain, x)
 
 
 def assert_sites_are_found(name, model, x):

@@ -4,6 +4,7 @@
 """
 
 import collections
+import copy
 import importlib
 import re
 from collections.abc import Callable, Mapping
@@ -14,10 +15,12 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
+from preact_kernels.kernels.layout import CHANNELS_LAST
 from testbed import norm_act_models as own
 from testbed.packages import OneInput, diffusers, monai
 from testbed.published_models import torchvision_models
 from tests.convert.trial import Subject, assert_alike
+from tests.oracle import assert_within_budget, gradient_like
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -258,6 +261,39 @@ def test_models_run_fused_and_keep_less(name):
     kept = pk.saved_bytes(model, x) / plain
     assert fused(model) == case.fused
     assert abs(kept - case.share) < 0.02
+
+
+def results(model, x):
+    """Trains and evaluates; returns outputs, gradients, and running statistics after training."""
+    model, x = copy.deepcopy(model), x.to(next(model.parameters()).dtype).requires_grad_()
+    found = {}
+    for mode in ("training", "evaluation"):
+        torch.manual_seed(2)  # of dropout
+        model.train(mode == "training").zero_grad()
+        y = model(x)
+        (dx,) = torch.autograd.grad(y, x, gradient_like(y), retain_graph=True)
+        y.backward(gradient_like(y))
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found |= {f"{mode}, output": y.detach(), f"{mode}, gradient of the input": dx}
+        found[f"{mode}, gradients of parameters"] = torch.cat(gradients)
+        statistics = [b.flatten() for n, b in model.named_buffers() if "running" in n]
+        found["running statistics"] = torch.cat([x.new_zeros(0), *statistics]).detach()
+    return found
+
+
+@names
+def test_models_train_and_evaluate_alike_in_float32(name):
+    """The kernels of the CPU library fuse convolutions in float32, but not in float64."""
+    case = CASES[name]
+    model, x = built(case)
+    truth = results(copy.deepcopy(model).double(), x)
+    orders = [x]
+    if x.dim() > 3:
+        orders.append(x.to(memory_format=CHANNELS_LAST[x.dim()]))
+    eager = [results(model, order) for order in orders]
+    errors = {n: max(float((e[n] - t).norm()) for e in eager) for n, t in truth.items()}
+    converted = pk.convert(model, activations=case.activations)
+    assert_within_budget(results(converted, x), truth, errors)
 
 
 @names

@@ -130,5 +130,5 @@ if __name__ == "__main__":
     files = [f"tests/{file}.py::test_{name}" for file, names in TESTS.items() for name in names]
     files.append(f"tests/{ROUTES}")
     options = ["-q", "-x", "-m", "not slow", "-k", f"{_NOT_CPU} and not ({_OF_PARTS})"]
-    options += [f"-pno:{name}" for name in ("xdist", "cacheprovider", "hypothesispytest")]
+    options += [f"-pno:{name}" for name in ("xdist", "cacheprovider")]
     sys.exit(pytest.main([*options, *files], plugins=[EachInstructionSet()]))

@@ -65,7 +65,6 @@ MORE_TESTS = {
         "dropout_draws_the_random_numbers_of_pytorch",
         "an_empty_batch_is_as_in_eager",
     ),
-    "ops/test_properties": ("any_convolution",),
 }
 OPTIONS = ["-v", "--capture=sys", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
 PLUGIN = ["-p", "tests.kernels.cpu_variants.plugin"]
