@@ -33,6 +33,7 @@ from tests.oracle import (
     evaluate,
     plain_copy,
 )
+from tests.reruns import threads
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}"),
@@ -192,13 +193,10 @@ def test_stages(dtype, kind):
 def test_threads_change_no_result(stride, dtype):
     case = ConvCase("", (17, 64, 9, 7), 128, stride=stride, padding=1, residual=True)
     inputs = conv_inputs(case, dtype)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    found = []
+    for count in (1, 2, 5):
+        with threads(count):
             found.append(evaluate(partial(pk.bn_relu_conv2d, training=True, **case.conv), inputs))
-    finally:
-        torch.set_num_threads(before)
     assert "dconv_weight" in found[0] and "running_var" in found[0]
     assert_same_bits(found[1], found[0])
     assert_same_bits(found[2], found[0])

@@ -28,6 +28,7 @@ from tests.oracle import (
     evaluate_all,
     same_bits,
 )
+from tests.reruns import threads
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}"),
@@ -265,16 +266,13 @@ def test_a_value_out_of_range_stays_where_it_is_read(place, value, which, case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.covering(1)
 def test_threads_change_no_activation_and_no_input_gradient(case, value):
-    inputs, before, found = conv_inputs(case), torch.get_num_threads(), []
+    inputs, found = conv_inputs(case), []
     inputs["x"][-1] *= value
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    for count in (1, 2, 5):
+        with threads(count):
             results = evaluate(partial(pk.bn_relu_conv2d, training=False, **case.conv), inputs)
-            del results["dconv_weight"]  # in the order of the threads' parts
-            found.append(results)
-    finally:
-        torch.set_num_threads(before)
+        del results["dconv_weight"]  # in the order of the threads' parts
+        found.append(results)
     assert "y" in found[0] and "dx" in found[0]
     assert_same_bits(found[1], found[0])
     assert_same_bits(found[2], found[0])

@@ -18,7 +18,6 @@ from tests.kernels.cuda_conv_cases import (
     ALL,
     DEVICE,
     DTYPES,
-    LOW_NAN,
     QUICK,
     SLOW,
     TYPICAL,
@@ -57,8 +56,8 @@ def test_both_directions_keep_the_budget(case, dtype):
 
 
 def resnet_1001_cases():
-    """Convolutions of its blocks; without a GPU of as many images as make six tiles a block."""
-    for width, side, images in ((16, 32, 3), (32, 16, 6), (64, 8, 6)):
+    """Convolutions of its blocks; without a GPU of as many images as make three tiles a block."""
+    for width, side, images in ((16, 32, 2), (32, 16, 3), (64, 8, 3)):
         batch = images if IS_CUDA_ON_HOST else 128
         yield Case(batch, side, side, 4 * width, width, 1)
         yield Case(batch, side, side, width, width, 3)
@@ -124,26 +123,6 @@ def test_nan_passes_through(case):
     for name, t in expected.items():
         assert torch.equal(found[name].isnan(), t.isnan())
     torch.testing.assert_close(found["g"][middle], expected["g"][middle], rtol=0.02, atol=0)
-
-
-@pytest.mark.parametrize("name", ["x", "dy", "conv_weight"])
-def test_a_nan_with_a_payload_in_the_low_bits_alone_stays_nan(name):
-    case = THREE_BY_THREE
-    for inputs, options in (
-        (forward_inputs(case, torch.float32, False), False),
-        (backward_inputs(case, torch.float32, "none"), Wanted(True, True)),
-    ):
-        if name not in inputs._fields:
-            continue
-        changed = inputs.dy.g if name == "dy" else getattr(inputs, name)
-        changed.view(torch.int32)[0, 3, 1, 1] = LOW_NAN
-        assert changed.isnan().sum() == 1
-        found = call(kernels(), case, inputs, options)
-        expected = call(reference, case, inputs, options)
-        assert any(t.isnan().any() for t in expected.values())
-        for result, t in expected.items():
-            assert torch.equal(found[result].isnan(), t.isnan()), result
-            assert torch.equal(found[result].isinf(), t.isinf()), result
 
 
 @cases_and_dtypes(

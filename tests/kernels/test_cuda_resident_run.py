@@ -223,41 +223,41 @@ def test_running_statistics_are_those_of_the_units():
         torch.testing.assert_close(found[name], expected, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", ["x", "inside", "y"])
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [("x", torch.nan), ("inside", torch.inf), ("y", -torch.inf), ("dy", torch.inf)],
+)
 def test_what_is_not_finite_spreads_as_by_units(where, value):
-    stage, x = stage_of(64, blocks=1 if where != "inside" else 2), random_input(64)
+    stage, x = stage_of(64, blocks=2 if where == "inside" else 1), random_input(64)
+    dy = random_input(64)
     with torch.no_grad():
-        if where == "x":
-            x[1, 5, 3, 4] = value
-        elif where == "inside":  # a channel of a product, whose mean is then infinite
+        if where == "inside":  # a channel of a product, whose mean is then infinite
             stage[0].bn1.bias[0] = 100
             stage[0].conv1.weight[5] = 0
             stage[0].conv1.weight[5, 0] = value
-        else:
+        elif where == "y":
             stage[0].conv3.weight[5] = value
+        else:
+            {"x": x, "dy": dy}[where][1, 5, 3, 4] = value
     run, wanted = recorded_run(stage, x)
-    found = forward(run, x, wanted)
+
+    def results():
+        if where != "dy":
+            return forward(run, x, wanted)
+        found = evaluate(stage, {"x": x}, dy)
+        return {n: t for n, t in found.items() if n.startswith("d") and t is not None}
+
+    found = results()
     with by_units():
-        expected = forward(run, x, wanted)
-    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        expected = results()
+    kinds = (torch.isnan, torch.isposinf, torch.isneginf) if where != "dy" else (torch.isfinite,)
+    for kind in kinds:
         for name, t in found.items():
             assert torch.equal(kind(t), kind(expected[name])), (kind, name)
     are_finite = [t.isfinite().all().item() for t in found.values()]
-    assert any(are_finite) == (where != "x") and not all(are_finite)
-
-
-def test_a_gradient_that_is_not_finite_spreads_as_by_units():
-    stage, inputs, dy = stage_of(64, blocks=1), {"x": random_input(64)}, random_input(64)
-    dy[1, 5, 3, 4] = torch.inf
-    found = evaluate(stage, inputs, dy)
-    with by_units():
-        expected = evaluate(stage, inputs, dy)
-    gradients = {name: t for name, t in found.items() if name.startswith("d") and t is not None}
-    for name, t in gradients.items():
-        assert torch.equal(t.isfinite(), expected[name].isfinite()), name
-    assert any(t.isfinite().any() for t in gradients.values())
+    assert not all(are_finite)
+    if where != "x":
+        assert any(t.isfinite().any() for t in found.values())
 
 
 def test_other_memory_of_x_and_of_weights_changes_no_bit():
@@ -302,14 +302,8 @@ def test_statistics_of_x_that_are_given_are_used():
     torch.testing.assert_close(found["y"], expected["y"], rtol=0.02, atol=0.02)
 
 
-def basic_stage():
-    return in_dtype(pk.PreActStage([random_block("basic", 64, 64)] * 2), torch.bfloat16)
-
-
-def narrow_stage():
-    return in_dtype(
-        pk.PreActStage([random_block("bottleneck", 256, 64, base_width=32)] * 2), torch.bfloat16
-    )
+def stage_of_two(block):
+    return in_dtype(pk.PreActStage([block] * 2), torch.bfloat16).to(DEVICE)
 
 
 def too_many_images():
@@ -330,8 +324,14 @@ NOT_SERVED = {
     "higher images": lambda: (stage_of(64), nhwc(random_input(64, images=1).repeat(1, 1, 2, 1))),
     "wider images": lambda: (stage_of(64), nhwc(random_input(64, images=1).repeat(1, 1, 1, 2))),
     "many images": lambda: (stage_of(64), random_input(64, images=too_many_images())),
-    "basic blocks": lambda: (basic_stage().to(DEVICE), nhwc(random_input(64)[:, :64])),
-    "narrow inside": lambda: (narrow_stage().to(DEVICE), random_input(64)),
+    "basic blocks": lambda: (
+        stage_of_two(random_block("basic", 64, 64)),
+        nhwc(random_input(64)[:, :64]),
+    ),
+    "narrow inside": lambda: (
+        stage_of_two(random_block("bottleneck", 256, 64, base_width=32)),
+        random_input(64),
+    ),
     "few channels": lambda: (stage_of(48), nhwc(torch.randn(2, 192, 8, 8).bfloat16().to(DEVICE))),
 }
 
@@ -342,27 +342,26 @@ def test_other_runs_are_those_of_the_units(name):
     assert not called(lambda: evaluate(stage, {"x": x})) & {FORWARD, BACKWARD}
 
 
-def is_served(x, weights, units_per_block=3, dtype=torch.bfloat16, is_backward=False):
-    op = torch.ops.preact_kernels_cuda.resident_run_is_served
-    return op(x, weights, units_per_block, dtype, is_backward)
+def is_served(x, weights):
+    return torch.ops.preact_kernels_cuda.resident_run_is_served(x, weights, 3, x.dtype, False)
 
 
-def test_256_blocks_are_served_and_no_more():
+def test_256_blocks_are_served_where_shared_memory_holds_them():
     run, _ = recorded_run(stage_of(64, blocks=1), random_input(64))
     weights = [p.conv_weight for p in run.parameters]
     assert is_served(random_input(64), weights * 256)
     assert not is_served(random_input(64), weights * 257)
+    if IS_CUDA_ON_HOST:
+        serve_cpu.set_most_shared_bytes(163 * 1024)
+        try:
+            assert not is_served(random_input(64), weights)
+        finally:
+            serve_cpu.set_most_shared_bytes()
 
 
-@on_host
-def test_shared_memory_that_a_gpu_lacks_is_not_used():
-    run, _ = recorded_run(stage_of(64, blocks=1), random_input(64))
-    weights = [p.conv_weight for p in run.parameters]
-    serve_cpu.set_most_shared_bytes(163 * 1024)
-    try:
-        assert not is_served(random_input(64), weights)
-    finally:
-        serve_cpu.set_most_shared_bytes()
+def first_in_float16(name):
+    """Damage: the first tensor of a list is in another dtype."""
+    return lambda a: a[name].insert(0, a[name].pop(0).half())
 
 
 # Damage to the arguments of the op, and how its message begins.
@@ -380,15 +379,9 @@ WRONG = {
     "many images": (lambda a: a.update(x=nhwc(a["x"].repeat(200, 1, 1, 1))), "x: "),
     "planar x": (lambda a: a.update(x=a["x"].contiguous()), "x: "),
     "shape of a weight": (lambda a: a["conv_weights"].reverse(), "conv_weights: "),
-    "dtype of a weight": (
-        lambda a: a["conv_weights"].insert(0, a["conv_weights"].pop(0).half()),
-        "conv_weights: ",
-    ),
+    "dtype of a weight": (first_in_float16("conv_weights"), "conv_weights: "),
     "shape of a norm": (lambda a: a["bn_weights"].reverse(), "bn_weights|means, .*"),
-    "dtype of a norm": (
-        lambda a: a["bn_biases"].insert(0, a["bn_biases"].pop(0).half()),
-        "bn_biases",
-    ),
+    "dtype of a norm": (first_in_float16("bn_biases"), "bn_biases"),
     "all statistics": (lambda a: a.update(means=[VALUES] * 6, variances=[VALUES] * 6), "means: "),
     "shape of a mean": (lambda a: a.update(means=[VALUES[1:]], variances=[VALUES]), "means"),
     "one variance": (lambda a: a.update(variances=[VALUES]), "variances: "),
@@ -433,10 +426,7 @@ WRONG_BACKWARD = {
     "no pixels": (lambda a: a.update(inv_count=0.0), "inv_count: "),
     "few inputs": (lambda a: a["inputs"].pop(), "inputs: "),
     "shape of an input": (lambda a: a["inputs"].reverse(), "inputs: "),
-    "dtype of an input": (
-        lambda a: a["inputs"].insert(0, a["inputs"].pop(0).half()),
-        "inputs: ",
-    ),
+    "dtype of an input": (first_in_float16("inputs"), "inputs: "),
     "few means": (lambda a: (a["means"].pop(), a["variances"].pop()), "means: "),
     "shape of a mean": (lambda a: a["means"].reverse(), "means: "),
     "shape of a weight": (lambda a: a["conv_weights"].reverse(), "conv_weights: "),

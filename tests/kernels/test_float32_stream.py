@@ -22,7 +22,6 @@ from tests.cases import (
     random_block,
     rebuilt,
     recorded_calls,
-    unit_by_unit,
     unit_of,
 )
 from tests.kernels import cuda_conv_cases as cuda_conv
@@ -86,17 +85,20 @@ either_side = pytest.mark.parametrize("side", ["input", "output"])
 
 
 def with_stream(inputs: Forward | Backward, side: str) -> Forward | Backward:
-    """`inputs` in float32 on one side, with values that half precision does not have."""
+    """`inputs` in float32 on one side, with values that half precision does not have.
+
+    The residual is so large that rounding it, or the sum, exceeds the budget.
+    """
 
     def wide(t):
         noise = torch.rand_like(t, dtype=torch.float32) - 0.5
-        return None if t is None else nhwc(t.float() * (1 + noise / 1000))
+        return nhwc(t.float() * (1 + noise / 1000))
 
     if side == "input":
         inputs = inputs._replace(x=wide(inputs.x))
         return inputs._replace(residual=None) if isinstance(inputs, Forward) else inputs
     if isinstance(inputs, Forward):
-        return inputs._replace(residual=wide(inputs.residual))
+        return inputs._replace(residual=64 * wide(inputs.residual))
     g, step = inputs.dy
     if step is None:
         return inputs._replace(dy=Gradient(wide(g)))
@@ -247,26 +249,6 @@ def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
 
 
 @quick_on_cuda
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
-def test_a_run_of_blocks_in_one_call_gives_the_bits_of_its_units(
-    kind, training, memory, monkeypatch
-):
-    stage = bare_stage(kind, 3, memory=memory).train(training)
-    inputs = {"x": torch.randn(3, CHANNELS[kind], 7, 6, device=DEVICE).bfloat16()}
-    names = ("block_run_forward", "block_run_backward")
-    with NoConvolution():
-        expected = unit_by_unit(evaluate, stage, inputs)
-        calls = [recorded_calls(kernels(), name, monkeypatch) for name in names]
-        found = evaluate(stage, inputs)
-    assert_same_bits(found, expected)
-    assert found["y"].dtype == torch.float32
-    assert all(calls)
-
-
-@quick_on_cuda
 def test_a_compiled_stage_calls_no_convolution_of_pytorch(monkeypatch):
     stage = bare_stage("bottleneck", 2, memory="rebuild")
     inputs = {"x": torch.randn(2, 64, 5, 4, device=DEVICE)}
@@ -342,10 +324,10 @@ def between_streams(
 ) -> tuple[tuple[Forward, bool], tuple[Backward, Wanted]]:
     """Inputs and options for both directions, with x and y in float32.
 
-    The residual, and the mean of x, are so large that rounding them exceeds the budget.
+    The mean of x is so large that rounding it exceeds the budget.
     """
     given, arriving = forward_inputs(case, half), backward_inputs(case, half)
-    residual = 64 * with_stream(given, "output").residual
+    residual = with_stream(given, "output").residual
     given = with_stream(given, "input")._replace(residual=residual)
     arriving = with_stream(with_stream(arriving, "input"), "output")
     for inputs in (given, arriving):
