@@ -193,7 +193,7 @@ def test_statistics_are_those_of_the_stored_inputs(width):
 
 
 @on_host
-@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize("width", [pytest.param(16, marks=pytest.mark.slow), 64])
 def test_schedules_change_no_bit(width):
     """Nor does the order of images, where the statistics of x, of another kernel, are given."""
     stage, x, dy = stage_of(width), random_input(width), random_input(width)

@@ -55,9 +55,9 @@ def check_unit(case, training, dtype, count=None):
 # path, and some that the backend leaves to PyTorch.
 QUICK = {
     "triton": (
-        *("1x1_channels_17_to_48", "1x1_stride_2", "1x1_padded", "3x3_unpadded", "3x3_stride_2"),
-        *("3x3_groups", "1x3_channels_16", "one_row", "5x1_channels_32_to_16", "one_column"),
-        *("one_pixel_images", "same_even_kernel"),
+        *("1x1_channels_17_to_48", "1x1_stride_2", "1x1_padded", "3x3_unpadded", "3x3_groups"),
+        *("3x3_stride_3_by_1", "3x3_dilated_2_by_3_strided", "1x3_channels_16", "one_row"),
+        *("5x1_channels_32_to_16", "one_column", "one_pixel_images", "same_even_kernel"),
     ),
     "cuda": (
         *("1x1_channels_16_to_64", "1x1_channels_64_to_16", "one_pixel_images_1x1", "3x3_groups"),
