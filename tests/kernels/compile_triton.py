@@ -377,10 +377,10 @@ def counted_bytes(launch: Launch) -> int:
 
 def least_room(capability: int, quick: bool) -> dict[tuple, Launch]:
     """The convolutions of runs of blocks that count on the most shared memory of a GPU."""
-    blocks, streams = BLOCKS[:3] if quick else BLOCKS, (None, torch.float32)
     todo = [
-        Task(capability, torch.bfloat16, *of_block)
-        for of_block in itertools.product(blocks, (True,), streams)
+        Task(capability, torch.bfloat16, block, stream=stream)
+        for block in (BLOCKS[:3] if quick else BLOCKS)
+        for stream in (None, torch.float32)
     ]
     found = [item for item in distinct_launches(todo).items() if "SHAPE" in item[1].constants]
     found.sort(key=lambda item: counted_bytes(item[1]), reverse=True)
