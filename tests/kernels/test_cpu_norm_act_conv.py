@@ -1,7 +1,5 @@
 """The fused convolutions of the CPU library with any activation and norms with rows."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -43,7 +41,7 @@ CONVS = {
 F, T = False, True
 ROWS = (F, F, F), (T, T, T), (T, F, F), (F, T, T)
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-ACTIVATION_CYCLE = (
+ACTIVATIONS_TAKEN = (
     *(Activation("relu"), Activation("silu"), Activation("leaky_relu", 0.2), Activation("gelu")),
     Activation("elu", 1.0),
 )
@@ -88,10 +86,10 @@ def assert_near(ours, truth, *, roundings=1):
 def test_forward_and_backward(conv, monkeypatch):
     """Large weights are fused too, also where PyTorch's convolution is faster."""
     monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
-    first = [*CONVS.values()].index(conv) % len(ACTIVATION_CYCLE)
-    activations = itertools.cycle((*ACTIVATION_CYCLE[first:], *ACTIVATION_CYCLE[:first]))
-    for rows, dtype in itertools.product(ROWS, DTYPES):
-        check_forward_and_backward(conv, rows, next(activations), dtype)
+    first = [*CONVS.values()].index(conv)  # every pair of a dtype and rows occurs
+    for index, rows in enumerate(ROWS, first):
+        activation = ACTIVATIONS_TAKEN[index % len(ACTIVATIONS_TAKEN)]
+        check_forward_and_backward(conv, rows, activation, DTYPES[index % len(DTYPES)])
 
 
 def check_forward_and_backward(conv, rows, activation, dtype):
