@@ -373,6 +373,16 @@ def test_products_in_tf32_have_a_budget_of_their_own():
     assert wide["y"].share < 1
 
 
+def test_one_rounding_is_to_tf32_where_products_are():
+    """Eager is exact in all orders of evaluation, so that the budget is the rounding alone."""
+
+    def off(x):
+        return x * (1 + 2**-12)
+
+    found = oracle.compare(off, torch.clone, [{"x": torch.ones(8)}], tf32=True)
+    assert (found.judgements["y"].share, found.elements["y"].share) == (0.5, 0.25)
+
+
 def test_problems_in_float32_are_off_kinks():
     x = torch.randn(16, 4, 4, 4)
     x[3] = 1e-7

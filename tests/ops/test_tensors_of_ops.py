@@ -43,6 +43,10 @@ def of_integers(t):
     return t.to(torch.int64)
 
 
+def other_float(t):
+    return t.to(torch.float16 if t.dtype == torch.float32 else torch.float32)
+
+
 def strided(t):
     return torch.stack([t, t], -1)[..., 0]
 
@@ -62,6 +66,7 @@ REGISTERED = {
     cut_with_gaps: "a storage of",
     flat: "",
     of_integers: "",
+    other_float: "",
     freed: "a storage of",
 }
 # PyTorch's dispatcher refuses sparse tensors for the registered ops, and takes meta tensors.
@@ -80,6 +85,7 @@ LEFT_OUT = {  # that no valid call has; what `resident_run_is_served` need not r
 }
 TAKE_ANY_SHAPE = ("dropout_", "dropout_bits", "norm_act_conv_is_served")
 TAKE_ANY_STRIDES = ("conv_weight", "conv_weights", "negated")
+TAKE_ANY_FLOAT = ("x", "g", "step_x", "residual", "conv_weight", "conv_weights", "running", "batch")
 
 
 def is_valid(damaged, op, name, t):
@@ -87,6 +93,8 @@ def is_valid(damaged, op, name, t):
     if damaged is flat:
         is_vector = t.dim() < 3 and "sums" not in name  # with a row for each image, or without
         return op.name in TAKE_ANY_SHAPE or is_vector
+    if damaged is other_float:
+        return op.name.startswith("dropout") or name in TAKE_ANY_FLOAT
     return damaged is strided and name in TAKE_ANY_STRIDES
 
 
