@@ -199,50 +199,41 @@ def test_infinity_at_the_sides_of_an_odd_row(place, where, dtype):
     assert infinite.isinf().any() and infinite.isfinite().any()
 
 
+LARGE, POINTWISE, SMALL = (512, 512, 3, 3), (2048, 512, 1, 1), (64, 64, 3, 3)
+HALF = (torch.bfloat16, torch.float16)
+# Channels per vector, whether there is AMX, threads, weight, dtypes, and pixels that are fused or
+# not. Activations are many from 2M, or from 4 times the weights.
+FUSED = [
+    (16, False, 2, LARGE, (torch.float32,), {None: True, 1: True, 2048: True, 2049: True}),
+    (16, False, 2, LARGE, HALF[:1], {None: True, 2048: True, 2049: False, 9216: True}),
+    (16, False, 2, SMALL, HALF, {10**9: True}),
+    (16, False, 4, (256, 64, 3, 3), HALF[:1], {1843: True, 1844: False}),
+    (16, True, 4, LARGE, (torch.float32,), {None: True}),
+    (16, True, 4, LARGE, HALF, {None: False}),
+    (8, True, 4, SMALL, HALF[:1], {1: True}),
+    (8, True, 4, LARGE, HALF[:1], {1: False}),
+    (8, True, 4, POINTWISE, (torch.float32,), {819: True, 820: False}),
+    (8, True, 4, (1032, 512, 1, 1), (torch.float32,), {10**9: False}),
+    (8, True, 4, (1024, 512, 1, 1), (torch.float32,), {10**9: True}),
+    (8, False, 4, POINTWISE, HALF[:1], {820: True}),
+    (8, False, 64, LARGE, (torch.float32,), {7372: False, 7373: True}),
+    (8, False, 64, LARGE, HALF, {2049: True}),
+    (4, False, 64, LARGE, (torch.float32,), {1: False}),
+    (4, False, 64, SMALL, (torch.float32,), {1: True}),
+]
+
+
 @needs_library
 def test_which_large_weights_the_cpu_fuses(monkeypatch):
-    kernels = cpu.kernels()
-    monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 16)
-    monkeypatch.setattr(torch_compat, "has_amx", lambda: False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    large, small, pointwise = (512, 512, 3, 3), (64, 64, 3, 3), (2048, 512, 1, 1)
-
-    def fuses(shape, dtype, pixels):
+    kernels, device = cpu.kernels(), torch.device("cpu")
+    for channels, has_amx, threads, shape, dtypes, expected in FUSED:
+        monkeypatch.setitem(kernels.__dict__, "_channel_multiple", channels)
+        monkeypatch.setattr(torch_compat, "has_amx", lambda has_amx=has_amx: has_amx)
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         conv = Conv((1, 1), (shape[2] // 2, shape[3] // 2), (1, 1), 1)
-        dtypes = [dtype] * 4
-        unit = Unit(shape, conv, torch.device("cpu"), *dtypes)
-        return kernels.serves(unit, pixels)
-
-    # Many activations: more than 2M, or than 4 times as many as weights.
-    many = 2**21 // 1024
-    for dtype, least in ((torch.float32, 0.3), (torch.bfloat16, 4), (torch.float16, 0.1)):
-        pixels = math.ceil(least * 512 * 9 / 2)
-        assert fuses(large, dtype, max(pixels, many + 1))
-        assert fuses(large, dtype, many) and fuses(large, dtype, many + 1) == (pixels <= many + 1)
-        assert fuses(large, dtype, None) and fuses(large, dtype, 1) and fuses(small, dtype, 10**9)
-    few = 4 * 256 * 64 * 9 // 320
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert fuses((256, 64, 3, 3), torch.bfloat16, few)
-    assert not fuses((256, 64, 3, 3), torch.bfloat16, few + 1)
-    monkeypatch.setattr(torch_compat, "has_amx", lambda: True)
-    assert fuses(large, torch.float32, None)
-    assert not (fuses(large, torch.bfloat16, None) or fuses(large, torch.float16, None))
-    monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 8)
-    assert fuses(small, torch.bfloat16, 1) and not fuses(large, torch.bfloat16, 1)
-    assert fuses(large, torch.float32, many + 1)
-    many = 2**21 // 2560
-    assert fuses(pointwise, torch.float32, many) and not fuses(pointwise, torch.float32, many + 1)
-    assert not fuses((1024 + 8, 512, 1, 1), torch.float32, 10**9)
-    assert fuses((1024, 512, 1, 1), torch.float32, 10**9)
-    monkeypatch.setattr(torch_compat, "has_amx", lambda: False)
-    assert fuses(pointwise, torch.bfloat16, many + 1) and fuses(large, torch.float16, 10**9)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    pixels = math.ceil(0.05 * 64 * 512 * 9 / 2)
-    assert fuses(large, torch.float32, pixels) and not fuses(large, torch.float32, pixels - 1)
-    assert fuses(large, torch.bfloat16, 2**21 // 1024 + 1)
-    assert fuses(large, torch.float16, 2**21 // 1024 + 1)
-    monkeypatch.setitem(kernels.__dict__, "_channel_multiple", 4)
-    assert fuses(small, torch.float32, 1) and not fuses(large, torch.float32, 1)
+        for dtype in dtypes:
+            unit = Unit(shape, conv, device, *[dtype] * 4)
+            assert {p: kernels.serves(unit, p) for p in expected} == expected, (shape, dtype)
 
 
 @pytest.mark.backends("cpu", "triton", "cuda")

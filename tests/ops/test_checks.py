@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.kernels.contract import ACTIVATIONS
-from preact_kernels.modules.attributes import attributes
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments, StageContext, checked_block
@@ -326,35 +325,11 @@ def test_buffers_of_other_channels_beside_one_channel_are_refused(training):
     assert_refused(ValueError, message, lambda: module(x), dict(module.named_buffers()))
 
 
-@pytest.mark.parametrize("module", [MODULES["bn_relu_conv"], MODULES["block"]])
-def test_a_bool_is_a_momentum_as_in_pytorch(module):
-    module = module()
-    for m in module.modules():
-        if isinstance(m, nn.BatchNorm2d):
-            m.momentum = True
-    check(module, plain_copy(module), {"x": torch.randn(2, 8, 5, 6)})
-
-
 @pytest.mark.parametrize("stride", [2, (2,)])
 def test_a_stride_of_a_block_may_be_given_as_in_pytorch(stride):
     block = random_block("basic", 8, 8, 2)
     block.shortcut.stride = block.conv1.stride = stride
     check(block, plain_copy(block), {"x": torch.randn(2, 8, 5, 6)})
-
-
-@pytest.mark.parametrize(("name", "value"), [("stride", (1.0, 1.0)), ("groups", True)])
-def test_a_number_of_another_type_is_served_as_in_pytorch_after_an_equal_one(name, value):
-    block, x = random_block("basic", 8, 8), torch.randn(2, 8, 5, 6)
-    block(x)
-    setattr(block.conv2, name, value)
-    plain = plain_copy(block)
-    try:
-        expected = plain(x)
-    except TypeError:
-        with pytest.raises(TypeError):
-            block(x)
-    else:
-        assert torch.equal(block(x), expected)
 
 
 def test_every_argument_is_part_of_what_checks_are_remembered_by():
@@ -377,16 +352,6 @@ def test_every_argument_is_part_of_what_checks_are_remembered_by():
     for value in ([1, 1], np.int64(1)):
         with pytest.raises(TypeError):
             described([value])
-
-
-def test_attributes_have_the_precedence_of_getattr():
-    bn = nn.BatchNorm2d(8)
-    bn.__dict__.update(bias="own", running_var="own")
-    names = ("weight", "bias", "running_mean", "running_var", "eps", "_version")
-    for name, value in zip(names, attributes(bn, *names), strict=True):
-        assert value is getattr(bn, name)
-    with pytest.raises(AttributeError):
-        attributes(bn, "weight", "missing")
 
 
 def test_results_of_checks_do_not_fill_the_memory():
