@@ -284,17 +284,22 @@ def cut_storage(rng: Random, t: Tensor) -> Tensor:
     return t
 
 
+LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    Tensor.to_sparse,
+    Tensor.to_sparse_csr,
+    Tensor.to_mkldnn,
+    lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
+    lambda t: t.to("meta"),
+)
+TYPES: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda t: t.detach().requires_grad_(),
+    lambda t: t.as_subclass(Subclass),
+    torch.nn.Parameter,
+)
+
+
 def other_layout(rng: Random, t: Tensor) -> Tensor:
-    kind = rng.randrange(5)
-    if kind == 0:
-        return t.to_sparse()
-    if kind == 1:
-        return t.to_sparse_csr()
-    if kind == 2:
-        return t.to_mkldnn()
-    if kind == 3:
-        return torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8)
-    return t.to("meta")
+    return rng.choice(LAYOUTS)(t)
 
 
 def other_view(rng: Random, t: Tensor) -> Tensor:
@@ -304,10 +309,7 @@ def other_view(rng: Random, t: Tensor) -> Tensor:
 
 
 def other_type(rng: Random, t: Tensor) -> Tensor:
-    kind = rng.randrange(3)
-    if kind == 0:
-        return t.detach().requires_grad_()
-    return t.as_subclass(Subclass) if kind == 1 else torch.nn.Parameter(t)
+    return rng.choice(TYPES)(t)
 
 
 def odd_values(rng: Random, t: Tensor) -> Tensor:
@@ -348,6 +350,13 @@ def damaged_tensor(rng: Random, t: Tensor, others: Sequence[Tensor]) -> Any:
     return other.as_strided(t.shape, t.stride(), rng.randint(0, 1))  # shares its memory
 
 
+NUMBERS: dict[type, tuple] = {
+    float: (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e308, 1e-320),
+    str: ("", "nonesuch", "relu\0", "RELU", "é" * 5000, "elu", "softplus"),
+    torch.dtype: OTHER_DTYPES,
+}
+
+
 def damaged_number(rng: Random, value: Any) -> Any:
     """Another value, of the same type or not."""
     if rng.random() < 0.1:
@@ -356,15 +365,9 @@ def damaged_number(rng: Random, value: Any) -> Any:
         return not value
     if isinstance(value, int):
         return rng.choice([*HUGE, value + 1, value - 1])
-    if isinstance(value, float):
-        return rng.choice([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e308, 1e-320])
-    if isinstance(value, str):
-        return rng.choice(["", "nonesuch", "relu\0", "RELU", "é" * 5000, "elu", "softplus"])
-    if isinstance(value, torch.dtype):
-        return rng.choice(OTHER_DTYPES)
     if isinstance(value, list | tuple):
         return damaged_list(rng, value, lambda item: damaged_number(rng, item))
-    return value
+    return rng.choice(NUMBERS[type(value)]) if type(value) in NUMBERS else value
 
 
 def damaged_list(rng: Random, items: Sequence, damaged: Callable[[Any], Any]) -> Any:
