@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import preact_kernels as pk
 from preact_kernels import __main__ as command
@@ -155,17 +154,6 @@ def test_kinds_have_the_inputs_that_they_are_for(column):
     assert many.inputs["x"].shape[2:].numel() >= 1024 and "residual" in many.inputs
     if column == FLOAT32:
         assert all(c.inputs["x"].numel() >= cpu._LEAST_CONVERTED for c in KINDS["layouts"](column))
-
-
-def test_problems_in_float16_on_a_cpu_have_few_multiplications():
-    """Some CPUs do 0.4 billion a second; a case runs 15 times, its backward is two forwards."""
-    with FlopCounterMode(display=False) as counter:
-        for make in KINDS.values():
-            for case in make(FLOAT16):
-                case.plain(**case.inputs)
-    assert 15 * 3 * counter.get_total_flops() / 2 < 3e9
-    (case,) = KINDS["convolution, evaluation"](FLOAT16._replace(device_type="cuda"))
-    assert case.inputs["x"].shape == (4, 64, 8, 8)
 
 
 @needs_cpu_library

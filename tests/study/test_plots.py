@@ -190,20 +190,6 @@ def test_nothing_to_draw_is_refused(function, nothing, options, tmp_path):
         function(*nothing, tmp_path / "plot.png", **options)
 
 
-def test_a_plot_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "plot.png"
-    path.write_bytes(b"old")
-
-    def fail(self, unfinished, **options):
-        unfinished.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Figure, "savefig", fail)
-    with pytest.raises(OSError, match="disk full"):
-        plots.plot_losses({"a": [[(0, 1.0)]]}, path, smooth=1)
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
-
-
 def test_wrong_boundaries_and_edges_are_named(tmp_path):
     path = tmp_path / "plot.png"
     for function, wrong in ((plots.plot_by_block, 1), (plots.plot_by_block_over_time, 4)):
