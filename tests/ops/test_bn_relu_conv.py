@@ -208,6 +208,7 @@ FUSED = [
     (16, False, 2, LARGE, HALF[:1], {None: True, 2048: True, 2049: False, 9216: True}),
     (16, False, 2, SMALL, HALF, {10**9: True}),
     (16, False, 4, (256, 64, 3, 3), HALF[:1], {1843: True, 1844: False}),
+    (16, False, 4, POINTWISE, (torch.float32,), {820: True}),
     (16, True, 4, LARGE, (torch.float32,), {None: True}),
     (16, True, 4, LARGE, HALF, {None: False}),
     (8, True, 4, SMALL, HALF[:1], {1: True}),

@@ -349,6 +349,7 @@ def test_every_argument_is_part_of_what_checks_are_remembered_by():
         assert len(keys) == 1 + len(given) - ("process_group" in given._fields)
     for equal in ((1.0, 1), (True, 1), 1):
         assert described([equal]) != described([(1, 1)])
+    assert described([True]) != described([1])
     for value in ([1, 1], np.int64(1)):
         with pytest.raises(TypeError):
             described([value])
