@@ -2,7 +2,7 @@
 
 Commands:
 
-- `python -m bench` (`__main__.py`): networks, fused against every rival; under torchrun, scaling
+- `python -m bench` (`__main__.py`): networks, fused against every rival
 - `pytest bench/ops.py`: single operations (options in `conftest.py`)
 - `python -m bench.models`: published models, converted against every rival
 - `python -m bench.launches`: the launches of a step on a GPU: bytes, instructions, lower bounds
@@ -17,7 +17,6 @@ Parts of them:
 - `plan.py`: the tasks of `python -m bench`, the most important first
 - `network.py`: the process that measures one task
 - `correctness.py`: compares a contender with float64 before it is timed
-- `scaling.py`: data-parallel training
 - `floors.py`: the least bytes and FLOPs of a step
 - `measure.py`: times in turn, processes, the machine, its limits and memory
 - `records.py`: the rows of the CSV files

@@ -4,8 +4,6 @@ Measures the limits of the machine, then the tasks of bench/plan.py, the most im
 until the time limit: contenders on the first network and on others. Each task is a process
 (bench/network.py). A contender is timed only if its results are correct. Writes one CSV file per
 device and plots, prints tables, and lists tasks that did not fit.
-
-Under torchrun, measures data-parallel training instead: see bench/scaling.py.
 """
 
 import argparse
@@ -20,7 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench import floors, measure, plan, plots, report, scaling
+from bench import floors, measure, plan, plots, report
 from bench.contenders import ANCHOR, BY_NAME, GROUPS, Network, available, is_rival
 from bench.network import Session, Task
 from bench.records import Row, put, read, slug
@@ -150,8 +148,6 @@ def main(given: Sequence[str] | None = None) -> int:
     """Runs the benchmarks; returns 1 if a fused contender is wrong or a task failed."""
     start_s = time.monotonic()
     a = arguments(given)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return scaling.main(a)
     try:
         images = data.load(a.data)
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:

@@ -11,10 +11,10 @@ from typing import ClassVar
 from tabulate import tabulate
 
 # Endings of the files that do not hold `Row`s.
-SCALING = "-scaling.csv"
 MODELS = "-models.csv"
 LAUNCHES = "-launches.csv"
 CEILINGS = "-ceilings.csv"
+REMOVED = "-training.csv", "-functions.csv"  # of removed commands; nothing reads them
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,35 +72,6 @@ class Row(Measured):
 
 
 @dataclasses.dataclass
-class ScalingRow(Measured):
-    """One contender on one network in several processes: see bench/scaling.py."""
-
-    contender: str
-    case: str  # the network
-    batch_norm: str  # batch statistics "of all processes" or "of each process"
-    batch: int  # images per process
-    dtype: str
-    processes: int
-    alone_ms: float | None = None  # median
-    apart_ms: float | None = None
-    together_ms: float | None = None
-    images_per_s: float | None = None  # all processes together
-    efficiency: float | None = None
-    sending_share: float | None = None  # share of sending and waiting in `together_ms`
-    correct: str = ""  # as in `Row`
-    note: str = ""
-
-    KEY = ("contender", "case", "batch_norm", "batch", "dtype", "processes")
-
-    def set_times(self, alone_ms: float, apart_ms: float, together_ms: float) -> None:
-        """Sets the times and derived columns; efficiency: N processes / (N * one process)."""
-        self.alone_ms, self.apart_ms, self.together_ms = alone_ms, apart_ms, together_ms
-        self.images_per_s = self.processes * self.batch / (together_ms / 1e3)
-        self.efficiency = alone_ms / together_ms
-        self.sending_share = max(0.0, 1 - apart_ms / together_ms)
-
-
-@dataclasses.dataclass
 class ModelRow(Measured):
     """One way to train a published model: see bench/models.py."""
 
@@ -114,7 +85,7 @@ class ModelRow(Measured):
     p20_ms: float | None = None
     p80_ms: float | None = None
     fused: str = ""  # norms that run fused, of all
-    note: str = ""  # why it was not measured
+    note: str = ""  # why it was not measured, or the number of graphs of torch.compile
 
     KEY = ("case", "contender", "shape", "dtype")
 

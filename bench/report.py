@@ -24,7 +24,7 @@ from bench.records import (
     CEILINGS,
     LAUNCHES,
     MODELS,
-    SCALING,
+    REMOVED,
     Measured,
     ModelRow,
     Row,
@@ -50,7 +50,7 @@ def load(folder: Path) -> dict[str, list[Row]]:
     """
     found: dict[str, list[Row]] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if not path.name.endswith((SCALING, MODELS, LAUNCHES, CEILINGS)):
+        if not path.name.endswith((MODELS, LAUNCHES, CEILINGS, *REMOVED)):
             for row in read(path, Row):
                 found.setdefault(row.device, []).append(row)
     if not found:

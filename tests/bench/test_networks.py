@@ -21,13 +21,12 @@ pytest.importorskip("tqdm")
 
 import preact_kernels as pk
 from bench import __main__ as bench
-from bench import contenders, floors, measure, network, plan, scaling
+from bench import contenders, floors, measure, network, plan
 from bench.contenders import ANCHOR, BY_NAME, GROUPS, Contender, Network
 from bench.measure import Ceilings, Machine, Timing
 from bench.network import Session, Task, measure_steps
-from bench.records import Row, ScalingRow, put, read
+from bench.records import Row, put, read
 from preact_kernels.study import data
-from tests.torchrun import torchrun
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(10.0, {"float32": 100.0})
@@ -466,24 +465,3 @@ def test_rows_say_the_command_the_commit_and_the_backend(monkeypatch, tmp_path):
         found.append(measure.commit())
     assert found[0] == found[2] != found[1]
     assert all(f.startswith("sources-") for f in found)
-
-
-@pytest.mark.not_under_sanitizer
-def test_under_torchrun_the_processes_are_compared_with_one(tmp_path):
-    options = ["--networks", "resnet-8", "--batch", "2", "--steps", "1", "--device", "cpu"]
-    options += ["--contenders", "eager-channels-last", "fused-store"]
-    done = torchrun(2, ["bench", *options, "--out", tmp_path])
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count(scaling.SHARED) == 1  # only one process prints
-    (path,) = tmp_path.iterdir()
-    rows = {(r.contender, r.batch_norm): r for r in read(path, ScalingRow)}
-    assert list(rows) == [
-        ("eager-channels-last", scaling.LOCAL),
-        ("fused-store", scaling.SHARED),
-    ]
-    for (_, batch_norm), row in rows.items():
-        assert row.correct == ("yes" if batch_norm == scaling.SHARED else "another function")
-        assert row.processes == 2
-        assert row.images_per_s == pytest.approx(2 * 2e3 / row.together_ms, rel=1e-4)
-        assert row.efficiency == pytest.approx(row.alone_ms / row.together_ms, rel=1e-4)
-        assert 0 <= row.sending_share < 1
