@@ -9,7 +9,6 @@ device and plots, prints tables, and lists tasks that did not fit.
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from bench import floors, measure, plan, plots, report
 from bench.contenders import ANCHOR, BY_NAME, GROUPS, Network, available, is_rival
 from bench.network import Session, Task
 from bench.records import Row, put, read, slug
-from preact_kernels.study import data
 
 LEAST_SECONDS = 30  # least time left to start a task: importing PyTorch takes up to 15 s
 STOP_SECONDS = 10  # time from the interrupt of a process to the time limit
@@ -48,7 +46,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, help="timed steps of each contender (5; GPU: 20)")
     add("--contenders", nargs="+", metavar="NAME", help=f"some of: {', '.join(BY_NAME)}")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="fp32; on a GPU bf16")
-    add("--data", help=f"directory of CIFAR files (or {data.ENVIRONMENT_VARIABLE}); else digits")
     add("--quick", action="store_true", help="two shallow networks, no torch.compile")
     add("--no-plots", action="store_true", help="tables and CSV alone")
     add("--time-limit", type=float, default=540, metavar="SECONDS", help="for the whole run (540)")
@@ -135,11 +132,11 @@ def run(tasks: Sequence[Task], ceilings: measure.Ceilings, deadline_s: float) ->
 
 
 def show(rows: Sequence[Row], folder: Path, *, with_plots: bool) -> None:
-    """Prints the table, the best rivals and the plots of a device."""
+    """Prints the table and writes the plots of a device."""
     if not rows:
         print("nothing was measured")
         return
-    print("", report.step_table(rows), "", *report.best_rivals(rows), sep="\n")
+    print("", report.step_table(rows), sep="\n")
     for path in plots.write_plots(rows, folder) if with_plots else ():
         print(f"plot: {path}")
 
@@ -148,22 +145,16 @@ def main(given: Sequence[str] | None = None) -> int:
     """Runs the benchmarks; returns 1 if a fused contender is wrong or a task failed."""
     start_s = time.monotonic()
     a = arguments(given)
-    try:
-        images = data.load(a.data)
-    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
-        raise SystemExit(f"bench: {error}") from error
     machine = measure.Machine.of(a.device)
-    print(f"{machine.device}; {machine.versions}; commit {machine.commit}; data: {images.name}")
+    print(f"{machine.device}; {machine.versions}; commit {machine.commit}")
     for name, reason in a.unusable.items():
         print(f"skipped: {name}: {reason}")
     path = a.out.resolve() / f"{slug(machine.device)}.csv"  # the processes run in another folder
     path.unlink(missing_ok=True)
     ceilings = measure.measure_ceilings(a.device)
     print(f"ceilings: {ceilings}", flush=True)
-    folder = a.data or os.environ.get(data.ENVIRONMENT_VARIABLE)
     common = {
         "device": str(a.device),
-        "data": folder and str(Path(folder).resolve()),
         "csv": str(path),
         "commit": machine.commit,
         "command": machine.command,

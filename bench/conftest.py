@@ -16,10 +16,6 @@ from bench.records import Row, put, slug
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options."""
     group = parser.getgroup("preact_kernels ops")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    group.addoption("--bench-device", default=default, help="cpu or cuda")
-    group.addoption("--bench-dtype", default=None, help="fp32, bf16 or fp16")
-    group.addoption("--bench-batch", type=int, default=None, help="images (16, or 128 on a GPU)")
     group.addoption("--bench-out", default="bench/out", help="directory of the CSV file")
 
 
@@ -35,15 +31,14 @@ class OpSettings:
 
 
 @pytest.fixture(scope="session")
-def settings(request: pytest.FixtureRequest) -> OpSettings:
+def settings() -> OpSettings:
     """Settings of the run; measures the ceilings once."""
-    option = request.config.getoption
-    device = torch.device(option("--bench-device"))
+    device = measure.default_device()
     on_gpu = device.type == "cuda"
     return OpSettings(
         device,
-        measure.DTYPES[option("--bench-dtype") or ("bf16" if on_gpu else "fp32")],
-        option("--bench-batch") or (128 if on_gpu else 16),
+        torch.bfloat16 if on_gpu else torch.float32,
+        128 if on_gpu else 16,
         measure.Machine.of(device, shlex.join(["pytest", *sys.argv[1:]])),
         measure.measure_ceilings(device),
     )

@@ -30,7 +30,7 @@ class Family(NamedTuple):
 
     options: dict  # arguments of `pk.preact_resnet`
     image_size: int = 32  # height and width in pixels
-    classes: int | None = None  # outputs; None: the classes of the images
+    classes: int = 10
     suffix: str = ""  # end of the names
 
 
@@ -47,12 +47,11 @@ class Network:
     """A pre-activation ResNet."""
 
     depth: int
-    classes: int = 10  # classes of the images
     family: str = "resnet"  # a key of FAMILIES
 
     @classmethod
     @functools.cache
-    def named(cls, name: str, classes: int = 10) -> "Network":
+    def named(cls, name: str) -> "Network":
         """Returns the network called `name`, for example `"resnet-1001"` or `"wrn-28-10"`.
 
         Raises:
@@ -61,7 +60,7 @@ class Network:
         for key, family in FAMILIES.items():
             found = re.fullmatch(rf"{key}-(\d+){family.suffix}", name)
             if found:
-                return cls(int(found[1]), classes, key)
+                return cls(int(found[1]), key)
         known = ", ".join(f"{key}-DEPTH{family.suffix}" for key, family in FAMILIES.items())
         raise ValueError(f"network: expected one of {known}, got {name}")
 
@@ -78,9 +77,7 @@ class Network:
     def model(self, **options) -> nn.Module:
         """Builds the network, with further `options` of `pk.preact_resnet`."""
         family = FAMILIES[self.family]
-        return pk.preact_resnet(
-            self.depth, family.classes or self.classes, **family.options, **options
-        )
+        return pk.preact_resnet(self.depth, family.classes, **family.options, **options)
 
     @functools.cached_property  # building 10,001 layers takes seconds
     def block(self) -> str:
@@ -361,10 +358,3 @@ def relative_times(group: Sequence[Row]) -> dict[str, float]:
     """Returns step times divided by the anchor's time in the same rounds, by contender."""
     anchors_ms = {r.contender: _anchor_ms(r, group) for r in group if r.median_ms is not None}
     return {r.contender: r.median_ms / ms for r in group if (ms := anchors_ms.get(r.contender))}
-
-
-def has_drifted(row: Row, group: Sequence[Row]) -> bool:
-    """Whether the anchor's time in the rounds of a row differs by over 10% from its own row."""
-    beside_ms = _anchor_ms(row, group)
-    own_ms = next((r.median_ms for r in group if r.contender == ANCHOR), None)
-    return bool(beside_ms and own_ms) and abs(beside_ms / own_ms - 1) > 0.1

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import preact_kernels as pk
 from bench import measure
 from bench.contenders import BY_NAME, Contender, Network, State
 from preact_kernels.study import data
@@ -53,6 +52,8 @@ SMALLEST = {
 
 At these depths `pk.preact_resnet` chooses that kind of block.
 """
+
+digits = functools.cache(data.load_digits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,15 +133,10 @@ class Problem:
 
     @classmethod
     def of(
-        cls,
-        network: Network,
-        images_source: data.Images,
-        batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
+        cls, network: Network, batch: int, device: torch.device, dtype: torch.dtype
     ) -> "Problem":
         """Creates the problem for checks in `dtype`."""
-        images, labels = data.Batches(images_source, batch, seed=1, size=network.image_size)[0]
+        images, labels = data.Batches(digits(), batch, seed=1, size=network.image_size)[0]
         state = {
             name: value.to(dtype).to(value.dtype) if value.ndim > 1 else value
             for name, value in network.state().items()
@@ -177,12 +173,10 @@ class Problem:
 
     def _stage_results(self, contender: Contender, dtype: torch.dtype) -> Iterator[dict]:
         model = contender.build(self.network, biased(self.state), self.device, dtype)
-        (resnet,) = (m for m in model.modules() if isinstance(m, pk.PreActResNet))
-        for stage, tensors in zip(resnet.stages, self.stage_tensors, strict=True):
+        for stage, tensors in zip(model.stages, self.stage_tensors, strict=True):
             # Copies, because a contender may change its input.
             x, dy = (contender.input(t, self.device, dtype).clone() for t in tensors)
             y = stage(x.requires_grad_())
-            # Not `y.backward`: DistributedDataParallel would count these gradients.
             dx, *found = torch.autograd.grad(y, [x, *stage.parameters()], dy)
             gradients = [_exact(g) for g in found]
             yield {
@@ -211,7 +205,6 @@ def _exact(found: Tensor) -> Tensor:
 def judge(
     contender: Contender,
     network: Network,
-    images_source: data.Images,
     batch: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -221,7 +214,7 @@ def judge(
     Runs `judged_network(network, ...)`. Errors of the contender are not caught.
     """
     network = judged_network(network, dtype, device)
-    expected = _expected(network, images_source, batch, device, dtype, is_tf32(dtype, device))
+    expected = _expected(network, batch, device, dtype, is_tf32(dtype, device))
     if contender in EAGER:
         found = expected.eager[contender.name]
     else:
@@ -249,14 +242,9 @@ class Expected(NamedTuple):
 
 @functools.lru_cache(maxsize=1)  # `judge` is called for one contender at a time
 def _expected(
-    network: Network,
-    images_source: data.Images,
-    batch: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    in_tf32: bool,
+    network: Network, batch: int, device: torch.device, dtype: torch.dtype, in_tf32: bool
 ) -> Expected:
-    problem = Problem.of(network, images_source, batch, device, dtype)
+    problem = Problem.of(network, batch, device, dtype)
     truth = problem.results(EAGER[0], torch.float64)
     eager = {c.name: deviations(problem.results(c, dtype), truth) for c in EAGER}
     baselines, rounding = list(eager.values()), torch.finfo(dtype).eps

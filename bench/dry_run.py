@@ -3,8 +3,8 @@
 The backends' own code launches kernels on CPU tensors; no kernel reads or writes them. The CUDA
 library is compiled for the host by testbed/cuda_on_host. Stem, head, optimizer and the update
 of running statistics (a few launches per step) do not run. PyTorch's operators between two calls of
-a backend run, but are not recorded: around a projection, casts to and from a float32 stream and the
-addition of two gradients.
+a backend run, but are not recorded: around a projection, the addition of two
+gradients.
 """
 
 import bisect
@@ -323,7 +323,6 @@ def stages(
     batch: int,
     dtype: torch.dtype,
     memory: str,
-    residual_dtype: torch.dtype | None,
     device: torch.device,
 ) -> Iterator[tuple[nn.Module, Tensor]]:
     """Yields the stages of a network, uninitialised, in channels_last, and their inputs.
@@ -331,7 +330,7 @@ def stages(
     Batch norms are float32.
     """
     with torch.device("meta"):
-        model = network.model(memory=memory, residual_dtype=residual_dtype)
+        model = network.model(memory=memory)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.to(dtype)
@@ -341,8 +340,7 @@ def stages(
     for stage in model.stages:
         stage.to_empty(device=device).to(memory_format=torch.channels_last)
         channels = stage[0].units()[0][1].in_channels
-        stream = residual_dtype or dtype
-        x = torch.empty(batch, channels, height, height, dtype=stream, device=device)
+        x = torch.empty(batch, channels, height, height, dtype=dtype, device=device)
         yield stage, x.contiguous(memory_format=torch.channels_last).requires_grad_()
         height //= stage[0].shortcut.stride[0] if hasattr(stage[0], "shortcut") else 1
 
@@ -405,7 +403,7 @@ def _parts(stage: nn.Module, x: Tensor, name: str) -> list[Part]:
     for block in stage:
         (_, conv), *_ = block.units()
         itemsize, is_projected = conv.weight.element_size(), block.projection() is not None
-        cost, height = floors.block_cost(block, len(x), height, itemsize, x.element_size())
+        cost, height = floors.block_cost(block, len(x), height, itemsize)
         unit_bytes = len(x) * conv.out_channels * height**2 * itemsize
         title = f"{name} projection" if is_projected else name
         known = parts.setdefault(is_projected, Part(title, 0, unit_bytes, cost.bytes_moved))
@@ -419,7 +417,6 @@ def dry_run(
     dtype: torch.dtype,
     backend: str,
     memory: str = "store",
-    residual_dtype: torch.dtype | None = None,
     multiprocessors: int = 132,
     with_instructions: bool = True,
 ) -> list[StageLaunches]:
@@ -437,7 +434,7 @@ def dry_run(
         )
         stack.enter_context(mock.patch.object(dispatch, "kernels_for", lambda *_: kernels))
         stack.enter_context(recorder)
-        on_cpu = stages(network, batch, dtype, memory, residual_dtype, torch.device("cpu"))
+        on_cpu = stages(network, batch, dtype, memory, torch.device("cpu"))
         for stage, x in on_cpu:
             begin = len(recorder.recorded)
             y = stage(x)

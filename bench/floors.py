@@ -38,13 +38,8 @@ def conv_flops(conv: nn.Conv2d, batch: int, out_pixels: int) -> float:
     return 2.0 * batch * out_pixels * conv.weight.numel()
 
 
-def block_cost(
-    block: nn.Module, batch: int, height: int, itemsize: int, stream_itemsize: int | None = None
-) -> tuple[Cost, int]:
-    """Returns the cost of a block's forward and backward, and the height of its output in pixels.
-
-    Inputs and outputs of blocks and their gradients have `stream_itemsize`, if it is given.
-    """
+def block_cost(block: nn.Module, batch: int, height: int, itemsize: int) -> tuple[Cost, int]:
+    """Returns the cost of a block's forward and backward, and the height of its output."""
     units = list(block.units())
     inputs, flops = [], 0.0  # inputs: elements of each unit's input
     for _, conv in units:
@@ -57,25 +52,24 @@ def block_cost(
     shortcut = getattr(block, "shortcut", None)
 
     elements = sum(inputs[1:]) + sum(outputs[:-1])  # units read their inputs, write their outputs
-    stream = x + y
-    stream += y if shortcut is not None else x  # the last one reads the shortcut
+    elements += x + y
+    elements += y if shortcut is not None else x  # the last one reads the shortcut
     for index in reversed(range(1, len(units))):
         if index == len(units) - 1:
-            stream += y  # dy
-            elements += 2 * inputs[index]  # z -> g
+            elements += y + 2 * inputs[index]  # dy, z -> g
         else:
             elements += 2 * outputs[index] + 2 * inputs[index]  # g above, z above, z -> g
     above = 2 * outputs[0]  # g above, z above: give the gradient of the first unit's output
     elements += 2 * above
-    stream += x  # B1a
-    stream += x + x  # B1b: -> dx
+    elements += x  # B1a
+    elements += x + x  # B1b: -> dx
     if shortcut is None:
-        stream += x  # B1b adds dy, which has the shape of x
+        elements += x  # B1b adds dy, which has the shape of x
     else:
         flops += 3 * conv_flops(shortcut, batch, height**2)
-        stream += x + y  # the projection: x -> shortcut
-        stream += 2 * y  # and its gradient: B1a and B1b both read dy
-    return Cost(elements * itemsize + stream * (stream_itemsize or itemsize), flops), height
+        elements += x + y  # the projection: x -> shortcut
+        elements += 2 * y  # and its gradient: B1a and B1b both read dy
+    return Cost(elements * itemsize, flops), height
 
 
 @functools.cache

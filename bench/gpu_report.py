@@ -4,9 +4,9 @@ Uses the installed Python with torch, pytest and the packages of the benchmarks,
 connection. First builds the libraries, unless they were built from the same sources. Then runs the
 parts in `parts_of`: those that compare results all at once, then those that measure one by one, the
 most important first. If a part fails or runs out of time, the next one starts. `--parts` chooses.
-FOLDER gets `summary.txt` (one line per part), `log.txt` (output of the parts, without the middle of
-long output) and the CSV files of the benchmarks, all written when a part ends or before. For tables
-and plots, copy the CSV files to bench/results/ and run `make report`.
+FOLDER gets `summary.txt` (one line per part), `log.txt` (output of the parts) and the CSV files of
+the benchmarks, all written when a part ends or before. For tables and plots, copy the CSV files to
+bench/results/ and run `make report`.
 
 Without a GPU this is a dry run without the parts that need one.
 """
@@ -35,7 +35,6 @@ LIBRARIES = CPU_LIBRARY, CUDA_LIBRARY = [
 TEST_SHARE = 0.3  # of the time, for the parts that compare results
 GRACE_SECONDS = 20  # between interrupting and killing a part
 LEAST_SECONDS = 30  # least time left to start a part that measures
-LOG_BYTES = 2**20  # most output of a part in log.txt
 # Tests of a GPU, the most important first.
 TESTS = ("kernels/test_cuda_fragments.py", "kernels", "stage", "ops", "behaviour", "convert")
 WITHOUT_GPU = ("kernels/test_cuda_on_host.py", "kernels/test_cuda_build.py")
@@ -162,14 +161,6 @@ class Report:
         with self._lock, (self.folder / "summary.txt").open("a") as summary:
             summary.write(f"{part}: {words}\n")
 
-    def _add(self, head: str, output: bytes) -> None:
-        """Adds the output of a part to the log, without its middle."""
-        if len(output) > LOG_BYTES:
-            half = LOG_BYTES // 2
-            output = output[:half] + b"\n... the middle is left out ...\n" + output[-half:]
-        with self._lock, (self.folder / "log.txt").open("ab") as log:
-            log.write(f"\n=== {head}\n".encode() + output)
-
     def run_together(self, parts: Sequence[Part]) -> None:
         """Runs parts beside each other."""
         measure.accept_interrupts()  # threads cannot
@@ -201,7 +192,9 @@ class Report:
             log.seek(0)
             output = log.read()
         path.unlink()
-        self._add(f"{part.name}: {' '.join(command)}", output)
+        with self._lock, (self.folder / "log.txt").open("ab") as all_output:
+            head = f"\n=== {part.name}: {' '.join(command)}\n"
+            all_output.write(head.encode() + output)
         lines = re.split(r"[\r\n]+", output.decode(errors="replace").strip())
         counts = [line for line in lines if re.search(r"\d (passed|failed)", line)]  # from pytest
         last = [*lines, *counts[-1:]][-1].strip("= ")[-200:]

@@ -6,8 +6,7 @@ their arguments (each counted once per launch), and a lower bound of the time: b
 bandwidth, plus a gap between launches, with the constants below. It leaves out arithmetic, latency
 within a kernel, and cache hits. Beside it is the time to issue the instructions of the kernels as
 compiled for compute capability 9.0, by static counts, which are rather too high: see
-bench/instructions.py. "Bound by" names the longest of bytes, instructions and gaps, or several of
-about the same length. The column "units a block" has bytes in multiples of the inner channels of
+bench/instructions.py. The column "units a block" has bytes in multiples of the inner channels of
 all pixels. Launches that occur once per stage count as a fraction per block. Blocks with a
 projection are one line of the table; the CSV file has their kernels.
 
@@ -97,24 +96,6 @@ def _per_block(times: Sequence[float | None], blocks: int) -> float | None:
     return sum(known) / blocks if len(known) == len(times) else None
 
 
-def bound(row: LaunchRow) -> str:
-    """Says which takes longest: bytes, instructions, or the gaps between launches.
-
-    As the static count of instructions may be too high by half, what takes two thirds of the
-    longest is named too. Empty where the count is not known.
-    """
-    if row.issue_us_per_block is None:
-        return ""
-    bytes_us = row.bytes_per_block / COPY_BYTES_PER_US
-    times = {
-        "bytes": bytes_us,
-        "instructions": row.issue_us_per_block,
-        "launches": row.least_us_per_block - bytes_us,
-    }
-    longest = max(times.values())
-    return ", ".join(name for name, us in times.items() if us >= longest / 1.5)
-
-
 def _each(values: Iterable) -> str:
     """Joins the different values in order; empty: there are none."""
     return " or ".join(str(v) for v in dict.fromkeys(values) if v)
@@ -153,7 +134,6 @@ def _line(kernel: str, rows: Sequence[LaunchRow]) -> dict[str, str]:
         "units a block": total("units_per_block", ".2f"),
         "at least us a block": total("least_us_per_block", ".1f"),
         "issue us a block": total("issue_us_per_block", ".1f"),
-        "bound by": bound(first) if is_one else "",
         "measured us a block": total("measured_us_per_block", ".1f"),
     }
 
@@ -276,7 +256,7 @@ def own_name(kernel: str, known: Set[str]) -> str | None:
 
 def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator[list]:
     """Yields the measured times of each stage's launches; prints the times of whole stages."""
-    step = a.network, a.batch, a.dtype, a.memory, a.residual_dtype
+    step = a.network, a.batch, a.dtype, a.memory
     known = {p.name for s in stages for p in s.launches if is_kernel(p.name)}
     on_gpu = dry_run.stages(*step, torch.device("cuda"))
     for launches, (stage, x) in zip(stages, on_gpu, strict=True):
@@ -299,10 +279,15 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
             yield [None] * len(launches.launches)
 
 
+def multiprocessors() -> int:
+    """Returns the number of this GPU; without one, that of an H200."""
+    has_gpu = torch.cuda.is_available()
+    return torch.cuda.get_device_properties(0).multi_processor_count if has_gpu else 132
+
+
 def recorded(a: argparse.Namespace) -> list[StageLaunches]:
     """Records the launches; on a GPU machine in another process, as this one runs CUDA."""
-    names = "network", "batch", "dtype", "backend", "memory", "residual_dtype", "multiprocessors"
-    step = [*(getattr(a, name) for name in names), a.instructions]
+    step = a.network, a.batch, a.dtype, a.backend, a.memory, multiprocessors(), a.instructions
     if not torch.cuda.is_available():
         return dry_run.dry_run(*step)
     spawn = multiprocessing.get_context("spawn")
@@ -321,8 +306,6 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
     add("--backend", choices=dry_run.BACKENDS, default="cuda")
     add("--memory", choices=MEMORY_MODES, default="store")
-    add("--residual-dtype", choices=("float32",), help="dtype of the residual stream (--dtype)")
-    add("--multiprocessors", type=int, help="multiprocessors of the GPU (this one's, or 132)")
     add(
         "--instructions",
         action=argparse.BooleanOptionalAction,
@@ -331,19 +314,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--csv", type=Path, help="file for a row per kernel; keeps rows of other steps")
     a = parser.parse_args(given)
-    if a.multiprocessors is None:
-        gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-        a.multiprocessors = gpu.multi_processor_count if gpu else 132
-    for name in ("batch", "multiprocessors"):
-        if getattr(a, name) < 1:
-            parser.error(f"--{name}: expected at least 1, got {getattr(a, name)}")
     try:
         a.network = Network.named(a.network)
         _ = a.network.block
     except ValueError as error:
         parser.error(str(error))
     a.dtype = measure.DTYPES[a.dtype]
-    a.residual_dtype = torch.float32 if a.residual_dtype else None
     return a
 
 
@@ -362,8 +338,8 @@ def main(given: Sequence[str] | None = None) -> None:
         "dtype": measure.dtype_name(a.dtype),
         "backend": a.backend,
         "memory": a.memory,
-        "residual_dtype": measure.dtype_name(a.residual_dtype or a.dtype),
-        "multiprocessors": a.multiprocessors,
+        "residual_dtype": measure.dtype_name(a.dtype),
+        "multiprocessors": multiprocessors(),
     }
     copy_gb_s = measure.measure_copy_gb_s(device) if on_gpu else None
     known = read(a.csv, LaunchRow) if a.csv else []

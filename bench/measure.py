@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
-import hashlib
 import os
 import platform
 import re
@@ -209,36 +208,25 @@ def instruction_set(device: torch.device) -> str:
     return "" if device.type != "cpu" or cpu.load_error() else cpu.kernels().instruction_set
 
 
-def source_digest() -> str:
-    """Returns a short hash of all sources."""
-    digest = hashlib.sha256()
-    patterns = ("preact_kernels/**/*.py", "csrc/**/*.*", "bench/*.py", "setup.py")
-    for path in sorted(path for pattern in patterns for path in ROOT.glob(pattern)):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:10]
-
-
 def commit() -> str:
-    """Returns the short hash of the checked-out commit.
+    """Returns the short hash of the checked-out commit; "-dirty" follows if tracked files differ.
 
-    If tracked files differ, a hash of the sources follows: `1a2b3c4d5e-dirty-0f1e2d3c4b`. Without
-    git history it is `sources-0f1e2d3c4b`. PREACT_KERNELS_COMMIT overrides it.
+    PREACT_KERNELS_COMMIT overrides it; without git history it is "unknown".
     """
     if os.environ.get("PREACT_KERNELS_COMMIT"):
         return os.environ["PREACT_KERNELS_COMMIT"]
 
     def git(*args: str) -> str:
-        options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 30}
-        done = subprocess.run(["git", *args], check=True, **options)
-        return done.stdout.strip()
+        options = {"cwd": ROOT, "capture_output": True, "text": True}
+        return subprocess.run(["git", *args], check=True, **options).stdout.strip()
 
     try:
         head = git("rev-parse", "--short=10", "HEAD")
         # Without the results, which are written while the commit is measured.
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
-    except (OSError, subprocess.SubprocessError):
-        return f"sources-{source_digest()}"
-    return f"{head}-dirty-{source_digest()}" if changed else head
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}-dirty" if changed else head
 
 
 def own_command() -> str:

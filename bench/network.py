@@ -43,7 +43,6 @@ class Task:
     group: str  # description in the title
     steps: int = 0  # timed rounds
     device: str = "cpu"
-    data: str | None = None  # directory of CIFAR files; None: digits
     csv: str = ""  # path of the CSV file
     commit: str = ""
     command: str = ""
@@ -108,13 +107,12 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Session:
-    """Network, images and machine of a task."""
+    """Network and machine of a task."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.device, self.dtype = torch.device(task.device), getattr(torch, task.dtype)
-        self.images = data.load(task.data)
-        self.network = Network.named(task.network, self.images.classes)
+        self.network = Network.named(task.network)
         self.machine = dataclasses.replace(
             measure.Machine.of(self.device, task.command), commit=task.commit
         )
@@ -143,7 +141,9 @@ class Session:
         """Creates a training step of a contender."""
         contender, dtype = BY_NAME[name], self.dtype
         model = contender.build(self.network, self.state, self.device, dtype)
-        drawn = data.Batches(self.images, self.task.batch, seed=2, size=self.network.image_size)
+        drawn = data.Batches(
+            correctness.digits(), self.task.batch, seed=2, size=self.network.image_size
+        )
         inputs = [drawn[i] for i in range(batches)]
         inputs = [(contender.input(x, self.device, dtype), y.to(self.device)) for x, y in inputs]
         return TrainingStep(model, inputs, graphed=contender.graphed)
@@ -187,12 +187,9 @@ def first_step(session: Session, row: Row) -> TrainingStep | None:
     if verdict.correct == "no":
         put(session.task.path, row)
         return None
-    begin_s = time.perf_counter()
     step = session.step(row.contender)
     step()
     measure.synchronize(device)
-    first = f"built and first step in {time.perf_counter() - begin_s:.1f} s"
-    row.note = "; ".join(filter(None, [row.note, first]))
     if device.type == "cuda" and step.captured is None:
         row.peak_bytes, row.peak_raw_bytes = _gpu_peak(step, device)
     images, _ = next(step.batches)
@@ -218,7 +215,7 @@ def measure_steps(session: Session) -> None:
         steps[ANCHOR]()
         measure.synchronize(device)
     last_s = time.time() + FIRST_STEPS_SHARE * (task.end_s - time.time())
-    for name in tqdm(wanted, desc=f"{task.title}: first steps", leave=False):
+    for name in wanted:
         try:
             with alarm(min(last_s - time.time(), FIRST_STEP_SECONDS)):
                 step = first_step(session, rows[name])
@@ -241,7 +238,8 @@ def measure_steps(session: Session) -> None:
         for row in timed:
             row.set_timing(times[row.contender], task.floor_ms)
             if has_reference and ANCHOR in times:
-                row.note += f"; {ANCHOR} took {times[ANCHOR].median_ms:.1f} ms beside this"
+                beside = f"{ANCHOR} took {times[ANCHOR].median_ms:.1f} ms beside this"
+                row.note = "; ".join(filter(None, [row.note, beside]))
         if timed:
             put(task.path, *timed)
 
@@ -258,10 +256,7 @@ def measure_steps(session: Session) -> None:
 
 def judged(session: Session, contender: Contender) -> correctness.Verdict:
     """Checks the results of a contender; prints their errors."""
-    batch = min(16, len(session.images.labels))
-    verdict = correctness.judge(
-        contender, session.network, session.images, batch, session.device, session.dtype
-    )
+    verdict = correctness.judge(contender, session.network, 16, session.device, session.dtype)
     shown = ", ".join(f"{k} {v:.1e}" for k, v in verdict.deviations.items())
     tqdm.write(f"  {contender.name}: {verdict.note or 'right'} ({shown})")
     return verdict

@@ -22,8 +22,7 @@ _ORDER = {name: index for index, name in enumerate(BY_NAME)}
 
 def _style(contender: str) -> dict:
     """Returns the colour and marker of a contender, as in all plots; ours have bold lines."""
-    index = _ORDER.get(contender, len(_ORDER))
-    is_ours = contender in BY_NAME and not is_rival(contender)
+    index, is_ours = _ORDER[contender], not is_rival(contender)
     return {
         "label": contender,
         "color": _COLORS[index % len(_COLORS)],
@@ -53,7 +52,7 @@ def _family(row: Row) -> str:
 
 
 def _contenders(rows: Sequence[Row]) -> list[str]:
-    return sorted({r.contender for r in rows}, key=lambda name: _ORDER.get(name, len(_ORDER)))
+    return sorted({r.contender for r in rows}, key=_ORDER.__getitem__)
 
 
 def _against_depth(

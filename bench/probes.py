@@ -10,8 +10,6 @@ Needs nvcc and a GPU of compute capability 9.0 or later. Prints a table and writ
 """
 
 import ctypes
-import hashlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -37,17 +35,13 @@ def build(architecture: str) -> Path:
     compiler = nvcc()
     if compiler is None:
         raise RuntimeError("nvcc was not found")
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:10]
-    library = FOLDER / f"probes-{architecture}-{digest}.so"
-    if not library.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        partial = library.with_suffix(f".{os.getpid()}")
-        flags = ["-O3", "-std=c++17", f"-arch={architecture}", "-shared", "-Xcompiler=-fPIC,-Wall"]
-        command = [compiler, *flags, "-o", str(partial), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr}")
-        os.replace(partial, library)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    library = FOLDER / f"probes-{architecture}.so"
+    flags = ["-O3", "-std=c++17", f"-arch={architecture}", "-shared", "-Xcompiler=-fPIC,-Wall"]
+    command = [compiler, *flags, "-o", str(library), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr}")
     return library
 
 

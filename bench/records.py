@@ -199,11 +199,8 @@ def put(path: Path, *records: Measured) -> None:
 
 
 def write(path: Path, records: list) -> None:
-    """Writes a CSV file atomically; removes it if there are no records."""
+    """Writes a CSV file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not records:
-        path.unlink(missing_ok=True)
-        return
     partial = path.with_suffix(".partial")
     names = list(columns(type(records[0])))
     with partial.open("w", newline="") as file:

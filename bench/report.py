@@ -15,7 +15,6 @@ from bench.contenders import (
     BY_NAME,
     FAMILIES,
     Network,
-    has_drifted,
     is_rival,
     relative_times,
 )
@@ -38,7 +37,6 @@ from bench.records import (
 PAGES = {"README.md": "headline", "docs/benchmarks.md": "steps", "docs/convert.md": "models"}
 HEADLINE_NETWORK = "resnet-1001"
 NOTE = f"Times are scaled by {ANCHOR}'s in the same rounds, except those of CUDA graphs."
-_ORDER = list(BY_NAME)
 
 
 def load(folder: Path) -> dict[str, list[Row]]:
@@ -69,10 +67,10 @@ def _groups(rows: Iterable[Row]) -> list[list[Row]]:
         place = list(FAMILIES).index(network.family), -network.depth  # the deepest first
         return *place, r.batch, r.dtype
 
-    def order(r: Row) -> int:
-        return _ORDER.index(r.contender) if r.contender in _ORDER else len(_ORDER)
+    def order(r: Row) -> tuple:
+        return *group(r), list(BY_NAME).index(r.contender)
 
-    found = sorted((r for r in rows if r.level == "network"), key=lambda r: (*group(r), order(r)))
+    found = sorted((r for r in rows if r.level == "network"), key=order)
     return [list(members) for _, members in itertools.groupby(found, group)]
 
 
@@ -106,24 +104,6 @@ def step_table(rows: Sequence[Row]) -> str:
                 }
             )
     return table(lines)
-
-
-def best_rivals(rows: Sequence[Row]) -> list[str]:
-    """Returns a line per network: the fastest rival compared with the fastest fused contender."""
-    lines = []
-    for group in _groups(r for r in rows if r.median_ms is not None):
-        right = [r for r in group if r.correct == "yes" and not has_drifted(r, group)]
-        ours = [r for r in right if not is_rival(r.contender)]
-        rivals = [r for r in right if is_rival(r.contender)]
-        if not ours or not rivals:
-            continue
-        ours, rival = (min(some, key=lambda r: r.median_ms) for some in (ours, rivals))
-        lines.append(
-            f"{ours.case}, batch {ours.batch}, {ours.dtype}: the best rival, {rival.contender} "
-            f"({rival.median_ms:,.1f} ms), takes {rival.median_ms / ours.median_ms:.2f} times as "
-            f"long as {ours.contender} ({ours.median_ms:,.1f} ms)"
-        )
-    return lines
 
 
 def _best_lines(rows: Sequence[Row]) -> list[dict[str, str]]:
@@ -182,7 +162,7 @@ def headline_table(rows: Sequence[Row]) -> str:
         title = f"{group[0].case}, batch {group[0].batch}, {group[0].dtype}"
         del line["peak of a step, MiB"]
         lines.append({title: line.pop("contender"), **line})
-    return f"{table(lines, 'github')}\n\n{NOTE}" if lines else ""
+    return f"{table(lines, 'github')}\n\n{NOTE}"
 
 
 def section(device: str, contents: str, records: Sequence[Measured]) -> str:
@@ -221,8 +201,6 @@ def headline_block(folder: Path, page: Path) -> str:
 
     device = max(devices, key=speed)
     contents = headline_table(devices[device])
-    if not contents:
-        return f"**{device}**: not measured yet; run `python -m bench --out bench/results`."
     wanted = f"{HEADLINE_NETWORK}-memory-against-time"
     paths = [p for p in _plots(devices[device], folder) if p.stem.endswith(wanted)]
     return "\n\n".join([f"**{device}**", contents, *(_image(p, page) for p in paths)])
@@ -282,7 +260,7 @@ def models_block(folder: Path, page: Path) -> str:
     """Returns the Markdown of published models, a section per device."""
     files = [read(path, ModelRow) for path in sorted(folder.glob(f"*{MODELS}"))]
     sections = [section(rows[0].device, models_table(rows), rows) for rows in files]
-    return "\n\n".join(sections) or "Not measured yet; run `python -m bench.models`."
+    return "\n\n".join(sections)
 
 
 BLOCKS = {"headline": headline_block, "steps": steps_block, "models": models_block}
@@ -292,14 +270,12 @@ def rewrite_block(text: str, name: str, contents: str) -> str:
     """Replaces the contents of a block in `text`.
 
     Raises:
-        ValueError: a marker is missing, occurs twice, or comes in the wrong order.
+        ValueError: a marker is missing or occurs twice.
     """
     start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
     for marker in (start, end):
         if text.count(marker) != 1:
             raise ValueError(f"expected the marker {marker} once, found {text.count(marker)}")
-    if text.index(start) > text.index(end):
-        raise ValueError(f"expected {start} before {end}")
     return text.split(start)[0] + f"{start}\n{contents}\n{end}" + text.split(end)[1]
 
 

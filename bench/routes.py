@@ -7,7 +7,6 @@ each, and the chosen one as a multiple of the fastest.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -72,15 +71,11 @@ def trial(shape: Sequence[int], batch: int, dtype: torch.dtype) -> tuple[Callabl
 
 def times_ms(run: Callable[[], None], rounds: int) -> dict[str, float]:
     """Returns the minimum time of each route, over rounds that run all in turn."""
-    # With one thread, the time of the processor.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     found = dict.fromkeys(ROUTES, math.inf)
     for turn in range(rounds + 1):
         for route in ROUTES:
             with forced(route):
-                start = clock()
-                run()
-                ms = (clock() - start) * 1e3
+                ms = measure.time_once_ms(run, torch.device("cpu"))
             if turn:  # the first warms up
                 found[route] = min(found[route], ms)
     return found
@@ -92,12 +87,10 @@ def main(given: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--batch", type=int, default=16)
     add("--dtype", choices=measure.DTYPES, default="fp32")
-    add("--threads", type=int, default=torch.get_num_threads())
     add("--rounds", type=int, default=10)
     a = parser.parse_args(given)
     if error := cpu.load_error():
         parser.error(error)
-    torch.set_num_threads(a.threads)
     lines = []
     for shape in SHAPES:
         channels, outputs, kernel, stride, size = shape
@@ -114,7 +107,8 @@ def main(given: Sequence[str] | None = None) -> None:
                 "of the fastest": f"{times[chosen] / min(times.values()):.2f}",
             }
         )
-    print(f"{cpu.kernels().instruction_set}, {a.dtype}, batch {a.batch}, {a.threads} threads")
+    threads = torch.get_num_threads()
+    print(f"{cpu.kernels().instruction_set}, {a.dtype}, batch {a.batch}, {threads} threads")
     print(table(lines))
 
 

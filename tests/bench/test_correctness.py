@@ -14,11 +14,9 @@ pytest.importorskip("tqdm")
 from bench import correctness
 from bench.contenders import BY_NAME, Contender, Network
 from bench.correctness import SMALLEST, Problem, judge, judged_network
-from preact_kernels.study import data
 
 CPU = torch.device("cpu")
 BOTTLENECKS, BASIC = Network(164), Network(20)  # judged with 29 and 14 layers
-digits = functools.cache(data.load_digits)
 
 
 def change_outputs(change):
@@ -119,7 +117,7 @@ def verdicts_of(faults, network, dtype):
     """Returns the verdicts on right contenders and on contenders with faults."""
     planted = {name: Contender(name, "everything", prepare=p) for name, p in faults.items()}
     contenders = RIGHT | planted
-    return {n: judge(c, network, digits(), 4, CPU, dtype) for n, c in contenders.items()}
+    return {n: judge(c, network, 4, CPU, dtype) for n, c in contenders.items()}
 
 
 def assert_verdicts(verdicts, accepted, network):
@@ -191,6 +189,6 @@ def test_rounding_decides_how_deep_a_network_is_judged(monkeypatch):
 
 def test_a_wide_network_is_judged_on_images_of_its_size():
     net = Network(18, family="imagenet-resnet")
-    problem = Problem.of(net, digits(), 1, CPU, torch.bfloat16)
+    problem = Problem.of(net, 1, CPU, torch.bfloat16)
     assert problem.images.shape == (1, 3, 224, 224)
     assert problem.stage_tensors[0][0].shape == (1, 64, 56, 56)

@@ -1,7 +1,6 @@
 """Benchmarks of networks: order, rows, refused results, failing and crashing processes."""
 
 import dataclasses
-import functools
 import json
 import signal
 import subprocess
@@ -26,53 +25,26 @@ from bench.contenders import ANCHOR, BY_NAME, GROUPS, Contender, Network
 from bench.measure import Ceilings, Machine, Timing
 from bench.network import Session, Task, measure_steps
 from bench.records import Row, put, read
-from preact_kernels.study import data
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(10.0, {"float32": 100.0})
-digits = functools.cache(data.load_digits)
 
 
-@pytest.fixture
-def images(monkeypatch):
-    """Digits are loaded once, so the truth is computed once."""
-    monkeypatch.setattr(data, "load", lambda folder=None: digits())
-
-
-def test_networks_go_by_name_and_the_floors_count_their_products():
-    for name, block, parameters in (
-        ("resnet-20", "basic", 0.27),
-        ("wrn-28-10", "basic", 36.5),  # arXiv 1605.07146
-        ("imagenet-resnet-50", "bottleneck", 25.5),
-    ):
-        found = Network.named(name)
-        assert (found.name, found.block) == (name, block)
-        with torch.device("meta"):
-            count = sum(p.numel() for p in found.model(fused=False).parameters())
-        assert count / 1e6 == pytest.approx(parameters, rel=0.01)
+def test_floors_count_bytes_and_products():
     # ResNet-50 has 4.09e9 multiply-adds in the forward, with a projection in each stage.
     cost = floors.network_cost(Network.named("imagenet-resnet-50"), 1, torch.bfloat16)
     assert cost.flops / 6 == pytest.approx(4.09e9, rel=0.02)
-
-
-def test_a_bottleneck_moves_46_times_its_inner_channels():
     block = Network(164).model(fused=False).stages[0][1]
     cost, height = floors.block_cost(block, 1, 32, 4)
     assert height == 32
     assert cost.bytes_moved == 46 * 16 * 32 * 32 * 4
-    products = 16 * 64 + 9 * 16 * 16 + 16 * 64
-    assert cost.flops == 3 * 2 * products * 32 * 32
-    mixed, _ = floors.block_cost(block, 1, 32, 2, stream_itemsize=4)
-    assert mixed.bytes_moved == (46 + 32) * 16 * 32 * 32 * 2  # x, y and dy: 32 more
+    assert cost.flops == 3 * 2 * (16 * 64 + 9 * 16 * 16 + 16 * 64) * 32 * 32
     assert CEILINGS.floor_ms(10e6, 50e6, torch.float32) == 1.0  # ms at 10 GB/s and 100 GFLOP/s
     assert CEILINGS.floor_ms(10e6, 200e6, torch.float32) == 2.0
 
 
-def test_a_timing_is_the_median_and_two_percentiles():
-    assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx((3.0, 1.8, 4.2))
-
-
 def test_calls_take_turns_and_a_failing_one_is_left_out():
+    assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx((3.0, 1.8, 4.2))
     order, failed = [], []
 
     def call(name):
@@ -92,51 +64,39 @@ def test_calls_take_turns_and_a_failing_one_is_left_out():
     assert order == ["a", "b"]  # only the first round
 
 
-def titles_of(*options, device):
-    """Returns the titles of a run's tasks, as if the machine had the device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-        a = bench.arguments(["--device", device, *options])
-    titles = [task.title for task in plan.tasks(a, {})]
-    assert len(titles) == len(set(titles))
-    return titles
-
-
-@pytest.mark.parametrize(
-    ("device", "in_turn"),
-    [
-        (
-            "cuda",
-            [
-                "resnet-1001, batch 128, bfloat16: uncompiled",
-                "resnet-1001, batch 256, bfloat16: uncompiled",
-                "imagenet-resnet-50, batch 256, bfloat16: wide networks",
-                "resnet-1001, batch 128, bfloat16: memory rivals",
-                "resnet-1001, batch 128, float32: uncompiled",
-                "resnet-164, batch 128, bfloat16: memory rivals",
-            ],
-        ),
-        (
-            "cpu",
-            [
-                "resnet-1001, batch 16, float32: main",
-                "resnet-164, batch 16, bfloat16: against eager",
-                "preact-resnet-18, batch 16, float32: against eager",
-                "resnet-1001, batch 16, float32: peak memory of fused-rebuild",
-                "resnet-164, batch 16, float32: main",
-                "resnet-1001, batch 16, float32: compile budgets",
-                "resnet-164, batch 16, float32: memory rivals",
-                "imagenet-resnet-50, batch 4, bfloat16: against eager",
-            ],
-        ),
+TITLES = {
+    "cuda": [
+        "resnet-1001, batch 128, bfloat16: uncompiled",
+        "resnet-1001, batch 256, bfloat16: uncompiled",
+        "imagenet-resnet-50, batch 256, bfloat16: wide networks",
+        "resnet-1001, batch 128, bfloat16: memory rivals",
+        "resnet-1001, batch 128, float32: uncompiled",
+        "resnet-164, batch 128, bfloat16: memory rivals",
     ],
-)
-def test_the_most_important_tasks_come_first(device, in_turn):
-    titles = titles_of(device=device)
-    places = [titles.index(title) for title in in_turn]
+    "cpu": [
+        "resnet-1001, batch 16, float32: main",
+        "resnet-164, batch 16, bfloat16: against eager",
+        "resnet-1001, batch 16, float32: peak memory of fused-rebuild",
+        "resnet-164, batch 16, float32: main",
+        "resnet-1001, batch 16, float32: compile budgets",
+        "imagenet-resnet-50, batch 4, bfloat16: against eager",
+    ],
+}
+
+
+@pytest.mark.parametrize("device", TITLES)
+def test_the_most_important_tasks_come_first(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+
+    def titles_of(*options):
+        a = bench.arguments(["--device", device, *options])
+        return [task.title for task in plan.tasks(a, {})]
+
+    titles = titles_of()
+    assert len(titles) == len(set(titles))
+    places = [titles.index(title) for title in TITLES[device]]
     assert places == sorted(places) and places[0] == 0
-    assert not any("float32" in title for title in titles_of("--dtype", "bf16", device=device))
-    named = titles_of("--networks", "wrn-16-10", device=device)
+    named = titles_of("--networks", "wrn-16-10")
     assert {title.split(",")[0] for title in named} == {"wrn-16-10"}
 
 
@@ -173,7 +133,7 @@ def fail(model):
     raise RuntimeError("no such thing")
 
 
-def test_wrong_results_get_no_speed_and_the_others_get_rows(tmp_path, monkeypatch, images):
+def test_wrong_results_get_no_speed_and_the_others_get_rows(tmp_path, monkeypatch):
     change(monkeypatch, "eager-wrong", spoil)
     change(monkeypatch, "eager-failing", fail)
     right = ["eager-channels-last", "fused-store", "selective-convs", "checkpoint-block"]
@@ -186,7 +146,6 @@ def test_wrong_results_get_no_speed_and_the_others_get_rows(tmp_path, monkeypatc
         assert row.p20_ms <= row.median_ms <= row.p80_ms
         assert row.x_of_floor == pytest.approx(row.median_ms / 0.5, rel=1e-4)
         assert row.images_per_s == pytest.approx(4e3 / row.median_ms, rel=1e-4)
-        assert row.note.startswith("built and first step in")
         assert (row.device, row.versions) == (here.device, here.versions)
         assert (row.commit, row.command) == ("abc", "python -m bench")
     # Autograd does not see the tensors that selective checkpointing holds.
@@ -203,12 +162,10 @@ def test_wrong_results_get_no_speed_and_the_others_get_rows(tmp_path, monkeypatc
     measure_steps(Session(task_in(tmp_path, "fused-store", "fused-checkpoint")))
     later = rows_in(tmp_path)
     assert later.items() >= rows.items()
-    assert later["fused-checkpoint"].note.endswith("; fused-store took 7.0 ms beside this")
+    assert later["fused-checkpoint"].note == "fused-store took 7.0 ms beside this"
 
 
-def test_a_group_that_is_stopped_leaves_rounds_that_ended_and_failures(
-    tmp_path, monkeypatch, images
-):
+def test_a_group_that_is_stopped_leaves_rounds_that_ended_and_failures(tmp_path, monkeypatch):
     times_ms = iter([1.0, torch.OutOfMemoryError("no room"), 2.0, KeyboardInterrupt()])
 
     def time_once_ms(call, device):
@@ -234,7 +191,7 @@ def test_a_group_that_is_stopped_leaves_rounds_that_ended_and_failures(
         if not contender.graphed
     ],
 )
-def test_every_contender_computes_what_eager_does(name, tmp_path, images):
+def test_every_contender_computes_what_eager_does(name, tmp_path):
     reason = contenders.available([name], CPU)[1].get(name)
     if reason:
         pytest.skip(reason)
@@ -242,35 +199,25 @@ def test_every_contender_computes_what_eager_does(name, tmp_path, images):
     assert network.judged(session, BY_NAME[name]).correct == "yes"
 
 
-@pytest.mark.parametrize("cap_s", [60, 600])
-def test_a_contender_that_compiles_for_long_leaves_time_to_the_others(
-    tmp_path, monkeypatch, cap_s, images
-):
+def test_a_contender_that_compiles_for_long_leaves_time_to_the_others(tmp_path, monkeypatch):
     left = []
 
     def compile_for_long(model):
         left.append(signal.getitimer(signal.ITIMER_REAL)[0])
-        if cap_s == 600:  # the alarm rings when there is no time left
-            monkeypatch.setattr(network.time, "time", lambda now_s=time.time: now_s() + 400)
         signal.raise_signal(signal.SIGALRM)
 
     change(monkeypatch, "fused-rebuild", compile_for_long)
-    monkeypatch.setattr(network, "FIRST_STEP_SECONDS", cap_s)
+    monkeypatch.setattr(network, "FIRST_STEP_SECONDS", 60)
     names = "fused-store", "fused-rebuild", "fused-checkpoint"
     measure_steps(Session(task_in(tmp_path, *names, end_s=time.time() + 500)))
-    assert 0 < left[0] <= min(300, cap_s)
+    assert 0 < left[0] <= 60
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     rows = rows_in(tmp_path)
-    if cap_s == 60:
-        assert rows["fused-rebuild"].note == "failed: TookTooLong: no first step in 60 s"
-        assert rows["fused-checkpoint"].median_ms > 0
-    else:  # there was not enough time left
-        assert rows.keys() == {"fused-store"}
+    assert rows["fused-rebuild"].note == "failed: TookTooLong: no first step in 60 s"
+    assert rows["fused-checkpoint"].median_ms > 0
 
 
-def test_a_contender_that_breaks_its_gpu_is_named_and_ends_the_process(
-    tmp_path, monkeypatch, images
-):
+def test_a_contender_that_breaks_its_gpu_is_named_and_ends_the_process(tmp_path, monkeypatch):
     def lost(device):
         raise RuntimeError("CUDA error: an illegal memory access")
 
@@ -288,7 +235,7 @@ def test_a_contender_that_breaks_its_gpu_is_named_and_ends_the_process(
 
 
 @pytest.fixture
-def processes(monkeypatch, images):
+def processes(monkeypatch):
     """Puts rows in this process, or calls `crash`; `ran`: missing contenders of each task."""
     found = types.SimpleNamespace(ran=[], crash=lambda task: None)
 
@@ -319,6 +266,9 @@ def test_a_process_that_crashes_costs_the_contender_that_ran_alone(tmp_path, pro
     assert rows["fused-store"].median_ms and rows["eager-channels-last"].median_ms
     anchor_first = [["fused-store"], ["eager-channels-last"], ["fused-rebuild"]]
     assert processes.ran == [list(task.contenders), *anchor_first]
+    processes.crash = lambda one: 7
+    peak = dataclasses.replace(task, kind="peak", contenders=("fused-store",), group="peak")
+    assert run(peak) == ["resnet-8, batch 4, float32: peak: failed: exit status 7"]
 
 
 def test_a_process_that_names_the_contender_that_broke_it_is_followed_by_one(tmp_path, processes):
@@ -333,12 +283,9 @@ def test_a_process_that_names_the_contender_that_broke_it_is_followed_by_one(tmp
     processes.crash = crash
     assert run(task) == []
     assert processes.ran == [list(task.contenders), ["fused-rebuild", "fused-checkpoint"]]
-    processes.crash = lambda one: 7
-    peak = dataclasses.replace(task, kind="peak", contenders=("fused-rebuild",), group="peak")
-    assert run(peak) == ["resnet-8, batch 4, float32: peak: failed: exit status 7"]
 
 
-def test_a_process_that_overruns_leaves_its_rows(tmp_path, monkeypatch, images):
+def test_a_process_that_overruns_leaves_its_rows(tmp_path, monkeypatch):
     task, ends_s = task_in(tmp_path, "fused-store", "fused-rebuild"), []
 
     def overrun(command, seconds):
@@ -356,25 +303,24 @@ def test_a_process_that_overruns_leaves_its_rows(tmp_path, monkeypatch, images):
 
 
 HANGS = """
-import signal, subprocess, sys, time
+import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
-{first}
 try:
     time.sleep(600)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
+time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("first", ["", "signal.signal(signal.SIGINT, signal.SIG_IGN)"])
-def test_a_process_that_hangs_is_interrupted_and_killed_with_its_children(first, tmp_path):
+def test_a_process_that_hangs_is_interrupted_and_killed_with_its_children(tmp_path):
     path = tmp_path / "out"
     with path.open("w") as out:
-        command = [sys.executable, "-c", HANGS.format(first=first)]
-        assert measure.run_process(command, 3, grace_s=1 if first else 20, stdout=out) is None
+        command = [sys.executable, "-c", HANGS]
+        assert measure.run_process(command, 2, grace_s=1, stdout=out) is None
     pid, *rest = path.read_text().split()
-    assert rest == ([] if first else ["interrupted"])
+    assert rest == ["interrupted"]
     wait_for_end(pid)
 
 
@@ -398,7 +344,7 @@ def test_a_process_ends_with_the_one_that_started_it():
         wait_for_end(int(child))
 
 
-def test_a_run_has_times_peaks_and_a_table(tmp_path, monkeypatch, capsys, images):
+def test_a_run_has_times_peaks_and_a_table(tmp_path, monkeypatch, capsys):
     ran = []
 
     def run_process(command, seconds):
@@ -414,7 +360,7 @@ def test_a_run_has_times_peaks_and_a_table(tmp_path, monkeypatch, capsys, images
     options += ["--steps", "1", "--out", str(tmp_path)]
     assert bench.main([*options, "--contenders", *names]) == 0
     printed = capsys.readouterr().out
-    assert "the best rival" in printed and "peak, MiB" in printed and "left out" not in printed
+    assert "peak, MiB" in printed and "left out" not in printed
     (plot,) = tmp_path.glob("*.png")
     assert f"plot: {plot}" in printed
     (path,) = tmp_path.glob("*.csv")
@@ -429,27 +375,24 @@ def test_a_run_has_times_peaks_and_a_table(tmp_path, monkeypatch, capsys, images
     assert [r.contender for r in read(path, Row)] == ["fused-rebuild"]  # of this run alone
 
 
-def test_what_cannot_run_is_refused_and_writes_nothing(capsys, tmp_path):
-    for arguments, reason in (
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
         (["--networks", "wrn-28"], "expected one of resnet-DEPTH, preact-"),
         (["--contenders", "eager"], "contenders: expected some of eager-nchw"),
-    ):
-        with pytest.raises(SystemExit):
-            bench.main(arguments)
-        assert reason in capsys.readouterr().err
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit, match=r"bench: data: expected data_batch_1\.bin"):
-        bench.main(["--quick", "--device", "cpu", "--data", str(tmp_path), "--out", str(out)])
-    assert not out.exists()
+    ],
+)
+def test_unknown_names_are_refused(arguments, reason, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert reason in capsys.readouterr().err
 
 
 def test_rows_say_the_command_the_commit_and_the_backend(monkeypatch, tmp_path):
-    for path, command in (
-        ("bench/__main__.py", "python -m bench --quick"),
-        ("bench/models.py", "python -m bench.models --quick"),
-    ):
-        monkeypatch.setattr(sys, "argv", [str(measure.ROOT / path), "--quick"])
-        assert Machine.of(CPU).command == command
+    monkeypatch.setattr(sys, "argv", [str(measure.ROOT / "bench/__main__.py"), "--quick"])
+    assert Machine.of(CPU).command == "python -m bench --quick"
+    monkeypatch.setattr(sys, "argv", [str(measure.ROOT / "bench/models.py")])
+    assert Machine.of(CPU).command == "python -m bench.models"
     with pk.use_backend("reference"):
         named = Machine.of(CPU)
     assert named.device == f"{Machine.of(CPU).device}, backend reference"
@@ -457,11 +400,4 @@ def test_rows_say_the_command_the_commit_and_the_backend(monkeypatch, tmp_path):
     assert measure.commit() == "0123456789"
     monkeypatch.delenv("PREACT_KERNELS_COMMIT")
     monkeypatch.setattr(measure, "ROOT", tmp_path)  # has no git history
-    source = tmp_path / "csrc" / "kernel.cu"
-    source.parent.mkdir()
-    found = []
-    for text in ("one", "two", "one"):
-        source.write_text(text)
-        found.append(measure.commit())
-    assert found[0] == found[2] != found[1]
-    assert all(f.startswith("sources-") for f in found)
+    assert measure.commit() == "unknown"

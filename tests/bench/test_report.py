@@ -46,8 +46,6 @@ def test_the_headline_has_the_best_rivals_with_times_in_the_same_rounds():
         ["**fused-graph**", "x", "500", "0.500", "30.0"],
         ["checkpoint-block", "x", "300", "0.300", "500.0"],
     ]
-    (line,) = report.best_rivals(rows)
-    assert "the best rival, compile-graph (70.0 ms), takes 2.33 times as long" in line
 
 
 def test_wrong_results_are_in_no_comparison():
@@ -56,7 +54,6 @@ def test_wrong_results_are_in_no_comparison():
         each.correct = "no"
     right = [row("eager-channels-last", 40.0, 1000), row("fused-store", 20.0, 500)]
     assert report.headline_table([*right, *wrong]) == report.headline_table(right)
-    assert report.best_rivals([*right, *wrong]) == report.best_rivals(right)
     failed = row("fused-checkpoint", 1.0, 1)
     failed.median_ms, failed.note = None, "failed: no room"
     assert "failed" in report.step_table([*right, failed])
@@ -131,9 +128,10 @@ def test_a_report_has_tables_and_plots_of_every_device(pages):
 
 
 def test_a_page_without_its_markers_is_left_alone(pages):
+    results = pages / "bench" / "results"
+    put(results / "a-cpu-2-threads.csv", row("eager-nchw", 20.0, 400), row("fused-store", 9.0, 200))
     before = (pages / "README.md").read_text()
-    for text in ("text", "<!-- /bench:steps --><!-- bench:steps -->"):
-        (pages / "docs" / "benchmarks.md").write_text(text)
-        with pytest.raises(SystemExit, match=r"bench\.report: expected"):
-            report.main(["--root", str(pages)])
-        assert (pages / "README.md").read_text() == before
+    (pages / "docs" / "benchmarks.md").write_text("text")
+    with pytest.raises(SystemExit, match=r"bench\.report: expected"):
+        report.main(["--results", str(results), "--root", str(pages)])
+    assert (pages / "README.md").read_text() == before
