@@ -117,16 +117,22 @@ def test_kernels_run_again_after_a_recording():
 
 def test_kernels_issue_the_instructions_that_are_counted(monkeypatch):
     def counts(library, symbols, capability):
-        return {s: Count(once=7020, tile=0) for s in symbols if "bn_stats" in s}  # 1 us for a warp
+        warp_us = Count(once=7020, tile=0)  # 1 us for each warp
+        found = {symbol: warp_us for symbol in symbols if "bn_stats" in symbol}
+        tiles = Count(once=0, tile=7020)
+        return found | {symbol: tiles for symbol in symbols if "norm_act_conv" in symbol}
 
     monkeypatch.setattr(dry_run, "counts", counts)
     step = "--network", "resnet-29", "--batch", "2"
     (stage, *_) = recorded(arguments(step))
     for launch in stage.launches:
-        assert (launch.issue_us is not None) == (launch.name == "bn_stats"), launch
-        if launch.issue_us:
-            rounds = -(-math.prod(map(int, launch.grid.split("x"))) // 132)
-            assert launch.issue_us == pytest.approx(rounds * launch.threads / 32)
+        if launch.name == "bn_stats" or launch.tiles:
+            blocks = math.prod(map(int, launch.grid.split("x")))
+            tiles = -(-launch.tiles // blocks) if launch.tiles else 1
+            rounds = -(-blocks // 132)
+            assert launch.issue_us == pytest.approx(rounds * tiles * launch.threads / 32)
+        else:
+            assert launch.issue_us is None, launch
 
 
 @pytest.mark.slow
