@@ -57,10 +57,6 @@ def forget_one_gradient(model):
     model.stages[1][1].bn2.weight.register_hook(torch.zeros_like)
 
 
-def without_last_channel(y):
-    return torch.cat([y[:, :-1], torch.zeros_like(y[:, -1:])], 1)
-
-
 def without_last_pixels(y):
     is_kept = torch.ones_like(y[:, :1]).flatten()
     is_kept[-16:] = 0
@@ -102,7 +98,6 @@ def _in_tf32(conv, x):
 
 
 FAULTS = {
-    "no last channel": change_outputs(without_last_channel),
     "no last 16 pixels": change_outputs(without_last_pixels),
     "outputs x 1.05": change_outputs(lambda y: y * 1.05),
     "input gradients x 1.1": scale_input_gradients,
