@@ -104,6 +104,7 @@ def test_networks_with_convolutions_of_pytorch_run_none_of_them():
     rows = cuda_rows("--network", "imagenet-resnet-50", "--batch", "64")
     names = {row.kernel.split()[-1] for row in rows}
     assert {"aten::convolution", "aten::convolution_backward", "norm_act_backward_mask"} < names
+    assert all(row.bytes_per_block > 0 for row in rows)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the library for the host is not loaded")
@@ -148,23 +149,6 @@ def test_convolutions_issue_as_many_instructions_as_are_compiled(backend, tmp_pa
     assert len(convs) >= 18
     for row in convs:
         assert 1 < row.issue_us_per_block / row.launches_per_block < 30, row
-
-
-def test_an_operator_of_a_call_moves_what_it_reads_and_writes():
-    for call, name, floats in (
-        (lambda x: x.new_zeros(3), "aten::new_zeros", 3),
-        (torch.zeros_like, "aten::zeros_like", 10),
-        (torch.neg, "aten::neg", 20),
-    ):
-        x, recorder = torch.ones(10), dry_run.Recorder()
-        with recorder:
-            call(x)
-            with recorder.call("bn_stats"):
-                call(x.view(2, 5))
-                torch.empty_like(x)
-        (met,) = recorder.recorded
-        assert met.launch.name == name
-        assert sum(met.tensors.values()) == 4 * floats
 
 
 def test_a_library_of_other_sources_is_stale(tmp_path):
@@ -266,13 +250,9 @@ def test_a_gpu_measures_what_was_recorded(backend, tmp_path):
 
 
 def test_what_is_not_served_is_said(capsys, monkeypatch):
-    for options, message in (
-        (["--network", "vgg-16"], "expected one of resnet-DEPTH"),
-        (["--network", "resnet-1000"], "depth: expected 6n+2"),
-    ):
-        with pytest.raises(SystemExit):
-            main(options)
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--network", "vgg-16"])
+    assert "expected one of resnet-DEPTH" in capsys.readouterr().err
     monkeypatch.setattr(build, "CXX", ["no-such-compiler"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="there is no no-such-compiler"):

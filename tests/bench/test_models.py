@@ -11,7 +11,6 @@ from bench import models
 from bench.measure import Machine
 from bench.records import ModelRow, read
 from testbed import norm_act_models
-from testbed import published_models as published
 
 
 def not_installed():
@@ -76,12 +75,3 @@ def test_a_model_that_conversion_makes_wrong_gets_no_speed(measured, monkeypatch
     row = rows["tiny", "pk.convert"]
     assert (row.median_ms, row.saved_bytes) == (None, None)
     assert row.note.startswith("ArithmeticError: error ")
-
-
-def test_operators_of_torchvision_are_defined_only_where_its_library_does_not_load(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("defined a second time, which ends the process")
-
-    monkeypatch.setattr(published.importlib, "import_module", lambda name: name)
-    monkeypatch.setattr(torch.library, "Library", refuse)
-    assert published.torchvision_models() == "torchvision.models"
