@@ -20,7 +20,7 @@ from tqdm import tqdm
 from bench import floors, measure, plan, plots, report
 from bench.contenders import ANCHOR, BY_NAME, GROUPS, Network, available, is_rival
 from bench.network import Session, Task
-from bench.records import Row, put, read, slug
+from bench.records import Row, put, read, slug, write
 
 LEAST_SECONDS = 30  # least time left to start a task: importing PyTorch takes up to 15 s
 STOP_SECONDS = 10  # time from the interrupt of a process to the time limit
@@ -121,6 +121,16 @@ def measured(task: Task, ceilings: measure.Ceilings, deadline_s: float) -> list[
     return []
 
 
+def rows_of(tasks: Sequence[Task], path: Path) -> list[Row]:
+    """Returns the rows of the networks, batches and dtypes that the tasks measure."""
+    planned = {(task.network, task.batch, task.dtype) for task in tasks}
+    return [
+        row
+        for row in read(path, Row)
+        if row.level == "network" and (row.case, row.batch, row.dtype) in planned
+    ]
+
+
 def run(tasks: Sequence[Task], ceilings: measure.Ceilings, deadline_s: float) -> list[str]:
     """Runs tasks until the deadline; returns missing results and the reasons."""
     left_out = []
@@ -150,7 +160,6 @@ def main(given: Sequence[str] | None = None) -> int:
     for name, reason in a.unusable.items():
         print(f"skipped: {name}: {reason}")
     path = a.out.resolve() / f"{slug(machine.device)}.csv"  # the processes run in another folder
-    path.unlink(missing_ok=True)
     ceilings = measure.measure_ceilings(a.device)
     print(f"ceilings: {ceilings}", flush=True)
     common = {
@@ -159,11 +168,15 @@ def main(given: Sequence[str] | None = None) -> int:
         "commit": machine.commit,
         "command": machine.command,
     }
+    tasks = list(plan.tasks(a, common))
+    # What is measured again; rows of other networks and of ops stay.
+    if old := rows_of(tasks, path):
+        write(path, [row for row in read(path, Row) if row not in old])
     try:
-        left_out = run(list(plan.tasks(a, common)), ceilings, start_s + a.time_limit)
+        left_out = run(tasks, ceilings, start_s + a.time_limit)
     except KeyboardInterrupt:
         left_out = ["the rest: stopped by hand"]
-    rows = read(path, Row)
+    rows = rows_of(tasks, path)
     show(rows, path.parent, with_plots=not a.no_plots)
     for line in left_out:
         print(f"left out: {line}")

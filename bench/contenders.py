@@ -136,7 +136,7 @@ class Contender:
 def inductor(memory_budget: float) -> Callable:
     """Returns a torch.compile backend: Inductor with an activation memory budget."""
     from torch._functorch import config
-    from torch.inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx
 
     def compile_within_budget(graph, example_inputs):
         with config.patch(activation_memory_budget=memory_budget):

@@ -266,11 +266,10 @@ def check_equal(fused: Trained, plain: Trained) -> None:
         raise ArithmeticError(f"error {errors[0]:.3g}, of the plain model {errors[1]:.3g}")
 
 
-def measured(name: str, rows: Sequence[ModelRow], a: argparse.Namespace) -> None:
+def measured(plain: nn.Module, rows: Sequence[ModelRow], a: argparse.Namespace) -> None:
     """Measures a model, and fills in the rows of its contenders."""
+    name = rows[0].case
     case = CASES[name]
-    torch.manual_seed(0)
-    plain = case.build().to(a.device)
     contenders = {c.name: c for c in CONTENDERS}
     trained: dict[str, Trained] = {}
     references = [Trained(contenders[n], case, plain, a) for n in ("eager", "eager, channels_last")]
@@ -337,11 +336,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for c in CONTENDERS
             if c.name in (a.contenders or names) and (CASES[name].blocks or not c.needs_blocks)
         ]
+        torch.manual_seed(0)
         try:
-            measured(name, rows, a)
+            plain = CASES[name].build().to(a.device)
         except ImportError as error:
             print(f"{name}: not measured, {error.name} is not installed")
             continue
+        measured(plain, rows, a)
         failed = failed or any(r.note for r in rows)
         put(path, *rows)
         print(table(rows), flush=True)

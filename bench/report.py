@@ -107,21 +107,23 @@ def step_table(rows: Sequence[Row]) -> str:
 
 
 def _best_lines(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Returns a line for each fused contender of a network and for its best rivals.
+    """Returns a line for each fused contender of a network, for eager and for the best rivals.
 
-    A rival is left out if another rival is as fast and keeps as little.
+    Another rival is left out if a rival is as fast and keeps as little.
     """
     group = [r for r in rows if r.correct == "yes"]
     times = relative_times(group)
     timed = [r for r in group if r.contender in times and r.saved_bytes is not None]
     anchor_ms = next((r.median_ms for r in group if r.contender == ANCHOR), 0)
     rivals = {(times[r.contender], r.saved_bytes) for r in timed if is_rival(r.contender)}
+    eager = [r.contender for r in timed if r.contender in ("eager-nchw", "eager-channels-last")]
+    best_eager = min(eager, key=lambda name: times[name], default=None)
     lines = []
     for r in sorted(timed, key=lambda r: -r.saved_bytes):
         name, own = r.contender, (times[r.contender], r.saved_bytes)
         if not is_rival(name):
             name = f"**{name}**"
-        elif any(t <= own[0] and k <= own[1] for t, k in rivals - {own}):
+        elif name != best_eager and any(t <= own[0] and k <= own[1] for t, k in rivals - {own}):
             continue
         lines.append(
             {
@@ -172,7 +174,7 @@ def section(device: str, contents: str, records: Sequence[Measured]) -> str:
         return "; ".join(dict.fromkeys(getattr(r, name) for r in records))
 
     commit, versions, date, command = map(distinct, ("commit", "versions", "date", "command"))
-    origin = f"<sub>Commit {commit}; {versions}; {date}; `{command}`</sub>"
+    origin = f"<sub>Measured at commit {commit}; {versions}; {date}; by `{command}`</sub>"
     return "\n\n".join([f"**{device}**", contents, origin])
 
 
@@ -235,7 +237,7 @@ def models_table(rows: Sequence[ModelRow]) -> str:
             "model": case[0],
             "input": case[1],
             "dtype": case[2],
-            "fused": fused[0].fused,
+            "fused": min(fused, key=lambda r: r.median_ms).fused,
             "eager keeps, MiB": mib(kept),
             "best rival": best.contender,
             "step, ms": number(best.median_ms, ",.0f"),
@@ -243,10 +245,10 @@ def models_table(rows: Sequence[ModelRow]) -> str:
         for mode in ("store", "rebuild", "checkpoint"):
             in_mode = [r for r in fused if _mode(r.contender) == mode]
             fastest = min(in_mode, key=lambda r: r.median_ms, default=None)
-            shares = [r.saved_bytes / kept for r in in_mode if r.saved_bytes]
-            line[f"{mode}: speed, keeps"] = (
-                f"{best.median_ms / fastest.median_ms:.2f}x, {min(shares):.2f}" if fastest else ""
-            )
+            if fastest:
+                share = number(fastest.saved_bytes and fastest.saved_bytes / kept, ".2f")
+                cell = f"{best.median_ms / fastest.median_ms:.2f}x, {share}"
+            line[f"{mode}: speed, keeps"] = cell if fastest else ""
         lines.append(line)
     return table(lines, "github")
 
@@ -259,7 +261,11 @@ def _mode(contender: str) -> str:
 def models_block(folder: Path, page: Path) -> str:
     """Returns the Markdown of published models, a section per device."""
     files = [read(path, ModelRow) for path in sorted(folder.glob(f"*{MODELS}"))]
-    sections = [section(rows[0].device, models_table(rows), rows) for rows in files]
+    sections = []
+    for rows in files:
+        rivals = dict.fromkeys(r.contender for r in rows if r.median_ms and not r.fused)
+        measured = f"Rivals that were measured: {', '.join(rivals)}."
+        sections.append(section(rows[0].device, f"{models_table(rows)}\n\n{measured}", rows))
     return "\n\n".join(sections)
 
 

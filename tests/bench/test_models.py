@@ -75,3 +75,17 @@ def test_a_model_that_conversion_makes_wrong_gets_no_speed(measured, monkeypatch
     row = rows["tiny", "pk.convert"]
     assert (row.median_ms, row.saved_bytes) == (None, None)
     assert row.note.startswith("ArithmeticError: error ")
+
+
+def test_a_contender_compiles_and_its_missing_import_is_an_error(measured, monkeypatch):
+    compile_within_budget = models.inductor(0.5)
+    with torch._functorch.config.patch(activation_memory_budget=1.0):
+        graph = torch.fx.symbolic_trace(torch.nn.ReLU())
+        assert callable(compile_within_budget(graph, [torch.randn(3)]))
+
+    def missing(*_, **__):
+        raise ModuleNotFoundError("no module", name="inductor")
+
+    monkeypatch.setattr(models.pk, "convert", missing)
+    with pytest.raises(ModuleNotFoundError):
+        measured("--models", "tiny", "--contenders", "eager", "pk.convert")

@@ -360,9 +360,12 @@ def test_a_run_has_times_peaks_and_a_table(tmp_path, monkeypatch, capsys):
     assert all(r.peak_raw_bytes > r.peak_bytes > 0 for r in rows)
     cost = floors.network_cost(Network(8), 4, torch.float32)
     assert rows[0].floor_ms == pytest.approx(CEILINGS.floor_ms(*cost, torch.float32), rel=1e-4)
+    put(path, dataclasses.replace(rows[0], case="resnet-14"))
     assert bench.main([*options, "--no-plots", "--contenders", "fused-rebuild"]) == 1
     assert "WRONG: fused-rebuild on resnet-8: wrong results" in capsys.readouterr().out
-    assert [r.contender for r in read(path, Row)] == ["fused-rebuild"]  # of this run alone
+    # Rows of the same network are replaced.
+    left = [(r.case, r.contender) for r in read(path, Row)]
+    assert left == [("resnet-14", names[0]), ("resnet-8", "fused-rebuild")]
 
 
 def test_unknown_names_are_refused(capsys):

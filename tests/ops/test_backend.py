@@ -143,6 +143,13 @@ def test_a_report_of_what_ran_names_the_experimental_backend():
         assert "experimental" not in str(pk.conversion_report(model))
 
 
+def test_the_gpu_backends_are_experimental_where_they_run_on_a_gpu():
+    is_experimental = {b.name: b.is_experimental for b in backends.BACKENDS}
+    on_gpu = "cuda" in backends._by_name["triton"].device_types
+    expected = {"cpu": False, "cuda": True, "triton": on_gpu, "reference": False}
+    assert is_experimental == expected
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is interpreted without a GPU")
 def test_auto_never_interprets_triton(monkeypatch):
     ran = record_calls(monkeypatch, "norm_act_forward")

@@ -74,7 +74,7 @@ def test_constant_channels(fused, plain, make_inputs, backend):
 @on_kernels
 @pytest.mark.covering(1)
 @both_modes
-@pytest.mark.parametrize("wanted", ["x", "bn_bias", "conv_weight", "residual"])
+@pytest.mark.parametrize("wanted", ["x", "bn_weight", "bn_bias", "conv_weight", "residual"])
 def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
     fused, plain, make_inputs = OPS["bn_relu_conv2d"]
     inputs = make_inputs()

@@ -1,4 +1,4 @@
-"""A network of 10,001 layers: time to build, bytes kept, gradients."""
+"""Networks of 164 to 10,001 layers: gradients of every mode, time to build, bytes kept."""
 
 import copy
 import time
@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels.ops.memory_mode import MEMORY_MODES
+from tests.oracle import plain_copy, unit_roundoff
 
 pytestmark = pytest.mark.slow
 MIB = 2**20
@@ -36,3 +38,30 @@ def test_10001_layers_build_print_copy_and_train_one_image(record_property):
         F.cross_entropy(network(x), target).backward()
         assert all(p.grad.isfinite().all() for p in network.parameters())
     assert len(copy.deepcopy(network.stages[0])) == 1111
+
+
+def gradient(model, x, target):
+    model.zero_grad()
+    F.cross_entropy(model(x), target).backward()
+    return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+
+def test_gradients_of_every_mode_are_as_near_to_float64_as_eager(record_property):
+    """`oracle.py`'s rule for the gradient of 164 layers as one vector."""
+    x, target = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    network = pk.preact_resnet(164)
+    plain = plain_copy(network)
+
+    truth = gradient(copy.deepcopy(plain).double(), x.double(), target)
+    nhwc = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    nhwc_x = x.contiguous(memory_format=torch.channels_last)
+    own = [gradient(plain, x, target), gradient(nhwc, nhwc_x, target)]
+    allowed = 2 * max(float((g - truth).norm()) for g in own)
+    allowed += unit_roundoff(torch.float32) * float(truth.norm())
+    errors = {}
+    for memory in MEMORY_MODES:
+        for stage in network.stages:
+            stage.memory = memory
+        errors[memory] = float((gradient(network, x, target) - truth).norm())
+    record_property("errors", errors | {"allowed": allowed})
+    assert all(error <= allowed for error in errors.values()), (errors, allowed)

@@ -105,6 +105,29 @@ def test_frozen_blocks_ahead_of_the_first_trained_one_keep_nothing(memory, backe
     assert kept == FLOAT * (x.numel() if memory == "checkpoint" else inputs_of_the_last_units)
 
 
+@pytest.mark.parametrize(
+    ("depth", "rebuild", "with_anchors", "checkpoint"),
+    [
+        (326, 0.19, 0.23, 0.04),
+        pytest.param(1001, 0.18, 0.22, 0.03, marks=pytest.mark.slow),
+    ],
+)
+def test_many_layers_keep_a_small_share_of_eager(depth, rebuild, with_anchors, checkpoint):
+    x = torch.randn(16, 3, 32, 32, device="meta")
+    with torch.device("meta"):
+        ours, eager = (pk.preact_resnet(depth, fused=fused) for fused in (True, False))
+    for dtype, shares in (
+        (torch.float32, {"rebuild": rebuild, "checkpoint": checkpoint}),
+        (torch.bfloat16, {"rebuild": with_anchors, "checkpoint": checkpoint}),
+    ):
+        images, expected = channels_last(x.to(dtype)), in_dtype(eager, dtype)
+        expected = pk.saved_bytes(expected.to(memory_format=torch.channels_last), images)
+        for memory, share in shares.items():
+            for stage in in_dtype(ours, dtype).stages:
+                stage.memory = memory
+            assert pk.saved_bytes(ours, images) <= share * expected, (dtype, memory)
+
+
 def test_a_storage_counts_once_and_parameters_do_not():
     class Twice(nn.Module):
         def __init__(self):
