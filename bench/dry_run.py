@@ -177,7 +177,7 @@ def cuda_launches(
     """Yields the CUDA backend; its launches are recorded and do not run.
 
     All pointers in the parameters of a launch are tensors: launchers set or clear all of them.
-    Instructions are those of the library for GPUs, if it is there: build it from these sources.
+    Counts instructions in `_cuda.so`, if it is there; it must be built from these sources.
     """
     from preact_kernels.kernels.cuda import LIBRARY, PACKAGE, CUDAKernels
     from testbed.cuda_on_host import build, serve_cpu
@@ -296,7 +296,7 @@ def _count_of(compiled: Any, name: str) -> Count | None:
 
 
 def _tiles_of(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> int:
-    """Returns the tiles of a kernel of Triton whose programs share the pixels of a batch."""
+    """Returns the number of tiles, if programs of a Triton kernel share the pixels of a batch."""
     pixels = dict(zip(kernel.arg_names, args, strict=False)).get("pixels")
     blocks = options.get("BLOCKS")
     return -(-pixels // blocks.block_pixels) if pixels and blocks else 0

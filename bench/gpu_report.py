@@ -58,7 +58,7 @@ class Part:
     seconds: float  # limit
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     needs_gpu: bool = False
-    compares: bool = False  # measures nothing: runs beside the others of this kind
+    compares: bool = False  # measures nothing: runs at the same time as others of this kind
     program: str = sys.executable
 
 
@@ -72,7 +72,7 @@ def tests(seconds: float) -> Part:
     if torch.cuda.is_available():
         command += ["-k", "not cpu"]
     if importlib.util.find_spec("xdist"):
-        count = max(1, min(8, (os.cpu_count() or 1) // 2))  # beside other parts
+        count = max(1, min(8, (os.cpu_count() or 1) // 2))  # other parts run too
         command += ["-n", str(count), "--max-worker-restart", str(4 * count)]
     command += [f"--ignore=tests/{name}" for name in WITHOUT_GPU]
     command += [f"tests/{name}" for name in TESTS]
@@ -162,7 +162,7 @@ class Report:
             summary.write(f"{part}: {words}\n")
 
     def run_together(self, parts: Sequence[Part]) -> None:
-        """Runs parts beside each other."""
+        """Runs parts at the same time."""
         measure.accept_interrupts()  # threads cannot
         with concurrent.futures.ThreadPoolExecutor(max(1, len(parts))) as pool:
             list(pool.map(self.run, parts))

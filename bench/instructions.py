@@ -8,8 +8,8 @@ end of a kernel, such as the rare cases of a division, does not count; the end i
 loop over tiles, if only matrix products for rare values can follow it.
 
 The count is too high where warps skip a branch. It is too low where a loop has no constant bound,
-as in kernels whose channels are not constant. The time is that in which the four schedulers of a
-multiprocessor issue one instruction of a warp in every cycle: it leaves out waiting, and that some
+as in kernels whose channels are not constant. The time assumes that each of the four
+schedulers of a multiprocessor issues one instruction per cycle. It ignores waiting, and that some
 instructions, such as those of float64, take more cycles.
 """
 
@@ -97,7 +97,7 @@ def count(code: Sequence[Instruction]) -> Count:
 
 
 def _without_rare_products(code: Sequence[Instruction], of_tiles: range) -> Sequence[Instruction]:
-    """Returns the code up to the last exit behind the loop over tiles that products follow."""
+    """Returns the code up to the last exit after the loop over tiles that products follow."""
     products = [i.address for i in code if "MMA." in i.text]
     last = max(products, default=0)
     for index in reversed(range(len(code))):

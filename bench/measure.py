@@ -129,7 +129,7 @@ def time_in_turn(
         deadline_s: value of `time.time()`. A round, except the first, does not start if it would
             end later, judged by the longest round so far.
         title: title of the progress bar.
-        failed: called with a name and the error of a call, which is then left out; None: raise.
+        failed: called with a name and the error of a call, which is not called again; None: raise.
         after_round: called with the timings so far.
 
     Returns:

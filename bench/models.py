@@ -33,11 +33,11 @@ class Case(NamedTuple):
 
     Attributes:
         build: builds the model.
-        shape: of its input.
+        shape: shape of the input.
         blocks: class of the blocks that are compiled or checkpointed; empty: leaves these rivals
             out.
-        gpu_shape: of its input on a GPU; None: the same.
-        others: makes its other inputs for a batch.
+        gpu_shape: shape of the input on a GPU; None: the same.
+        others: returns the other inputs for a batch size.
         activations: as in `pk.convert`.
     """
 

@@ -70,7 +70,7 @@ def trial(shape: Sequence[int], batch: int, dtype: torch.dtype) -> tuple[Callabl
 
 
 def times_ms(run: Callable[[], None], rounds: int) -> dict[str, float]:
-    """Returns the minimum time of each route, over rounds that run all in turn."""
+    """Returns the minimum time of each route, over rounds of all routes."""
     found = dict.fromkeys(ROUTES, math.inf)
     for turn in range(rounds + 1):
         for route in ROUTES:

@@ -257,7 +257,7 @@ def _check_capturable(optimizer: Optimizer, scaler: object) -> None:
         is_tensor = isinstance(group.get("lr"), Tensor)
         if is_tensor and kind is SGD and not group.get("fused"):
             raise ValueError(
-                "optimizer: expected SGD(fused=True) beside a tensor lr, got fused=False"
+                "optimizer: expected SGD(fused=True) with a tensor lr, got fused=False"
             )
         if is_tensor and group["lr"].device.type != "cuda":
             raise ValueError(f"optimizer: expected lr on the GPU, got it on {group['lr'].device}")

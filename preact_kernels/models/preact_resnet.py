@@ -152,7 +152,7 @@ def preact_resnet(
     check_memory(memory, segments, anchor_every, max(layout.counts))
     check_residual_dtype(residual_dtype)
     if not fused and memory != "store":
-        raise ValueError(f"memory: expected 'store' beside fused=False, got {memory!r}")
+        raise ValueError(f"memory: expected 'store' with fused=False, got {memory!r}")
     build: Callable[..., PreActBlock] = PreActBasicBlock
     if layout.block == "bottleneck":
         build = partial(PreActBottleneck, groups=groups, base_width=base_width, stride_on=stride_on)
@@ -237,7 +237,7 @@ def resnet_layout(
     if block == "basic":
         for name, value, default in (("groups", groups, 1), ("base_width", base_width, 64)):
             if value != default:
-                raise ValueError(f"{name}: expected {default} beside basic blocks, got {value}")
+                raise ValueError(f"{name}: expected {default} with basic blocks, got {value}")
     family = _VARIANTS[variant]
     return ResNetLayout(block, counts, tuple(c * width for c in family.channels), family)
 

@@ -135,7 +135,7 @@ def check_memory(memory: object, segments: object, anchor_every: object, count: 
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}: expected an int or None, got {type(value).__name__}")
         if memory not in modes:
-            raise ValueError(f"{name}: expected None beside memory {memory!r}, got {value}")
+            raise ValueError(f"{name}: expected None with memory {memory!r}, got {value}")
         if not 1 <= value <= count:
             raise ValueError(f"{name}: expected 1 to {count} (the number of blocks), got {value}")
 

@@ -63,7 +63,7 @@ class BatchNorm(NamedTuple):
         if (self.running_mean is None) != (self.running_var is None):
             missing = "running_mean" if self.running_mean is None else "running_var"
             raise ValueError(
-                f"{missing}: expected a tensor beside the other running statistic, got None"
+                f"{missing}: expected a tensor, like the other running statistic, got None"
             )
         if not self.training and self.running_mean is None:
             raise ValueError("running_mean: expected a tensor in evaluation mode, got None")

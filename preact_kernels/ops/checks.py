@@ -259,7 +259,7 @@ def _named_padding(
         tuple_ = _COUNTS[len(stride)].removesuffix(" of ints")
         raise ValueError(f"padding: expected 'valid', 'same', an int or {tuple_}, got {padding!r}")
     if max(stride) > 1:
-        raise ValueError(f"padding: expected stride 1 beside 'same', got stride {list(stride)}")
+        raise ValueError(f"padding: expected stride 1 with 'same', got stride {list(stride)}")
     if any(e % 2 for e in extents):
         return None
     return tuple(e // 2 for e in extents)

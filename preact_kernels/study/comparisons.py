@@ -395,7 +395,7 @@ def run(name: str, arguments: dict[str, Any]) -> int:
         )
     if arguments["paper"] and not (arguments["data"] or os.environ.get(data.ENVIRONMENT_VARIABLE)):
         raise ValueError(
-            "data: expected a directory of CIFAR files beside --paper, got none "
+            "data: expected a directory of CIFAR files with --paper, got none "
             f"(--data, or the variable {data.ENVIRONMENT_VARIABLE})"
         )
     if arguments["depths"]:

@@ -158,7 +158,7 @@ def study_network(
     for name, value in modes.items():
         if value != defaults.get(name):
             raise ValueError(
-                f"{name}: expected {defaults.get(name)!r} beside options of blocks other than the "
+                f"{name}: expected {defaults.get(name)!r} with options of blocks other than the "
                 f"defaults (full pre-activation, identity shortcuts), got {value!r}"
             )
     network = _residual_network(depth, num_classes, shape, block_options, survival)
@@ -231,13 +231,13 @@ def initialise(network: nn.Module, init: str) -> None:
         elif isinstance(module, ResidualBlock):
             if module.placement.behind[-1:] == ("act",):
                 raise ValueError(
-                    "init: expected 'he' or 'orthogonal' beside placement "
+                    "init: expected 'he' or 'orthogonal' with placement "
                     f"{module.options.placement!r}, where branches end with an activation, "
                     "got 'zero-branch'"
                 )
             if module.options.residual_scale == 0 or module.options.branch_scale == 0:
                 raise ValueError(
-                    "init: expected 'he' or 'orthogonal' beside branches that are multiplied by "
+                    "init: expected 'he' or 'orthogonal' with branches that are multiplied by "
                     "zero (residual_scale, branch_scale), got 'zero-branch'"
                 )
             nn.init.zeros_((module.last_norm or module.last_conv).weight)  # type: ignore[arg-type]

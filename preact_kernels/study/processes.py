@@ -61,7 +61,7 @@ def device_of(name: str | None, processes: Processes) -> torch.device:
         if not torch.cuda.is_available():
             raise ValueError(f"device: expected 'cpu', as PyTorch sees no GPU, got {name!r}")
         if device.index is not None and processes.world_size > 1:
-            raise ValueError(f"device: expected 'cuda' beside several processes, got {name!r}")
+            raise ValueError(f"device: expected 'cuda' with several processes, got {name!r}")
         if device.index is None:
             device = torch.device("cuda", processes.local_rank)
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Compiles kernels for the host, into `build/cuda_on_host/`; what is there already is used again.
+"""Compiles kernels for the host, into `build/cuda_on_host/`; reuses what did not change.
 
     python -m testbed.cuda_on_host.build
 

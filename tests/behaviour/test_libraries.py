@@ -74,3 +74,12 @@ def test_a_library_loads_and_has_the_ops_above_it_with_their_schemas(library):
         lacking = [a for a in expected if a not in found]
         assert {argument for _, argument in lacking} <= OPTIONAL_ARGUMENTS, name
         assert found == [a for a in expected if a not in lacking], name
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_names_no_folder_of_its_build(library):
+    file = PACKAGE / f"_{library}.so"
+    if not file.exists():
+        pytest.skip(f"no {file.name}")
+    for folder in (Path(__file__).parents[2], Path(torch.__file__).parents[1]):
+        assert os.fsencode(folder) not in file.read_bytes()

@@ -1,7 +1,7 @@
 """Cases and checks of the fused convolutions for narrow channels of the CUDA library.
 
-The budget is that of `tests/oracle.py`: twice eager's own error and one rounding. Eager, and in
-float64 the truth, are PyTorch's own operators and autograd: `F.batch_norm`, `F.relu`, `F.conv2d`
+The budget is that of `tests/oracle.py`: twice eager's own error and one rounding. Eager and
+the float64 truth are PyTorch's own operators and autograd: `F.batch_norm`, `F.relu`, `F.conv2d`
 and casts. With a float32 residual stream or float32 weights, eager computes
 `F.conv2d(F.relu(bn(x)).to(half), conv_weight.to(half)) + residual`.
 

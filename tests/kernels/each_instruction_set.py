@@ -14,7 +14,7 @@ import torch
 from preact_kernels.kernels import cpu
 from tests.cases import covering
 
-# PyTorch's convolutions are those of such a processor too: the largest one for oneDNN.
+# Limits oneDNN, which runs PyTorch's convolutions, to the same instruction set.
 ONEDNN = {
     "generic": "SSE41",
     "avx2": "AVX2",

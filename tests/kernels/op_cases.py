@@ -1,7 +1,7 @@
-"""Arguments and checks of the kernels' functions that are no convolutions.
+"""Arguments and checks of the kernels' functions other than convolutions.
 
-The budget is that of `tests/oracle.py`. Eager, and in float64 the truth, are the specifications in
-`kernels/reference`.
+The budget is that of `tests/oracle.py`. Eager and the float64 truth are the
+specifications in `kernels/reference`.
 """
 
 from typing import NamedTuple

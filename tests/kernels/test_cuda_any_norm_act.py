@@ -1,4 +1,4 @@
-"""What is particular to the CUDA kernels of norms with rows and of any activation.
+"""Tests that only the CUDA kernels of norms with rows and of any activation need.
 
 Without a GPU they run on the host (`testbed/cuda_on_host/`), by the same sources.
 """

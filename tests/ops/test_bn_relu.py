@@ -74,9 +74,16 @@ def test_constant_channels(fused, plain, make_inputs, backend):
 @on_kernels
 @pytest.mark.covering(1)
 @both_modes
-@pytest.mark.parametrize("wanted", ["x", "bn_weight", "bn_bias", "conv_weight", "residual"])
-def test_a_single_wanted_gradient_comes_alone(wanted, training, backend):
-    fused, plain, make_inputs = OPS["bn_relu_conv2d"]
+@pytest.mark.parametrize(
+    ("op", "wanted"),
+    [
+        *(("bn_relu", name) for name in ("x", "bn_weight", "bn_bias")),
+        *(("bn_relu_conv2d", name) for name in ("x", "bn_weight", "bn_bias")),
+        *(("bn_relu_conv2d", name) for name in ("conv_weight", "residual")),
+    ],
+)
+def test_a_single_wanted_gradient_comes_alone(op, wanted, training, backend):
+    fused, plain, make_inputs = OPS[op]
     inputs = make_inputs()
     frozen = [name for name in inputs if name != wanted]
     results = check_op(fused, plain, inputs, frozen, training=training)

@@ -84,7 +84,7 @@ ERRORS = (
     (ValueError, (20,), {"block": "wide"}, r"block: expected one of .*got 'wide'"),
     (ValueError, (29,), {"stride_on": "conv3"}, r"stride_on: expected one of .*got 'conv3'"),
     (ValueError, (20,), {"width": 0}, r"width: expected at least 1, got 0"),
-    (ValueError, (20,), {"groups": 2}, r"groups: expected 1 beside basic blocks, got 2"),
+    (ValueError, (20,), {"groups": 2}, r"groups: expected 1 with basic blocks, got 2"),
     (ValueError, (29,), {"base_width": 0}, r"base_width: expected at least 1, got 0"),
     (ValueError, (20, 0), {}, r"num_classes: expected at least 1, got 0"),
     (ValueError, (-7,), {}, r"depth: expected at least 1, got -7"),

@@ -105,7 +105,7 @@ def test_the_spread_of_seeds():
 def test_wrong_options_are_named(tmp_path, monkeypatch):
     monkeypatch.delenv("PREACT_KERNELS_DATA", raising=False)
     for arguments, message in (
-        ("--paper", "data: expected a directory of CIFAR files beside --paper"),
+        ("--paper", "data: expected a directory of CIFAR files with --paper"),
         ("--seeds 0", "seeds: expected at least 1, got 0"),
         ("--epochs -1", "epochs: expected at least 1, got -1"),
         ("--depths 21", r"depth: expected 6n\+2"),

@@ -279,9 +279,9 @@ def test_unknown_names_list_the_known():
         ({"se": 1}, TypeError, "se: expected a bool, got int"),
         ({"dropout": 1.0}, ValueError, "dropout: expected at least 0 and below 1, got 1.0"),
         ({"survival": 0.0}, ValueError, "survival: expected above 0 and at most 1, got 0.0"),
-        ({"groups": 2}, ValueError, "groups: expected 1 beside basic blocks, got 2"),
+        ({"groups": 2}, ValueError, "groups: expected 1 with basic blocks, got 2"),
         ({"depth": 29, "base_width": 1}, ValueError, "base_width: expected at least 4 for 16 chan"),
-        ({"se": True, "memory": "rebuild"}, ValueError, "memory: expected 'store' beside options"),
+        ({"se": True, "memory": "rebuild"}, ValueError, "memory: expected 'store' with options"),
         ({"residual_scale": 0.0, "init": "zero-branch"}, ValueError, "init: .* multiplied by zero"),
     ],
 )

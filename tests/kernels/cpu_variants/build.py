@@ -2,7 +2,7 @@
 
     python -m tests.kernels.cpu_variants.build address undefined
 
-A library of several variants has what each adds.
+Variants can be combined.
 """
 
 import re
@@ -65,11 +65,11 @@ VARIANTS = {
 
 
 def build(names: Sequence[str], isas: Sequence[str]) -> Path:
-    """The CPU library with what the variants of these names add, compiled where something changed.
+    """Builds the CPU library with these variants, if something changed. Returns its path.
 
     Args:
-        names: of `VARIANTS`.
-        isas: the instruction sets whose kernels it has. Kernels of others end the process.
+        names: names in `VARIANTS`.
+        isas: instruction sets to compile kernels for. Kernels of others end the process.
 
     Returns:
         a file `_cpu.so` in a folder of its own.

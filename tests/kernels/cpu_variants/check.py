@@ -45,7 +45,7 @@ SANITIZERS = {
 }
 RUNS = ["address+undefined+emulated", "thread"]
 
-# Tests beside those of every instruction set: memory modes, strides, empty and odd images.
+# Further tests for the sanitizers: memory modes, strides, empty and odd images.
 MORE_TESTS = {
     "stage/test_preact_stage": (
         "equals_its_blocks_called_in_turn",
