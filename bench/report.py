@@ -245,10 +245,11 @@ def models_table(rows: Sequence[ModelRow]) -> str:
         for mode in ("store", "rebuild", "checkpoint"):
             in_mode = [r for r in fused if _mode(r.contender) == mode]
             fastest = min(in_mode, key=lambda r: r.median_ms, default=None)
+            cell = ""
             if fastest:
                 share = number(fastest.saved_bytes and fastest.saved_bytes / kept, ".2f")
                 cell = f"{best.median_ms / fastest.median_ms:.2f}x, {share}"
-            line[f"{mode}: speed, keeps"] = cell if fastest else ""
+            line[f"{mode}: speed, keeps"] = cell
         lines.append(line)
     return table(lines, "github")
 
