@@ -7,7 +7,6 @@ Commands:
 - `python -m bench.models`: published models, converted against every rival
 - `python -m bench.launches`: the launches of a step on a GPU: bytes, instructions, lower bounds
 - `python -m bench.probes`: ceilings of a GPU (`probes.cu` is a kernel that it launches)
-- `python -m bench.routes`: the convolutions that a CPU chooses from, by shape
 - `python -m bench.report`: tables and plots of the documentation, from `results/`
 - `python -m bench.gpu_report`: builds, tests and measures on a GPU machine
 

@@ -8,7 +8,6 @@ no contender casts weights.
 
 import dataclasses
 import functools
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -104,7 +103,6 @@ class Contender:
     prepare: Callable[[nn.Module], None] | None = None  # changes the model in place
     graphed: bool = False  # captures the training step in a CUDA graph
     hooks_see_all: bool = True  # saved-tensor hooks see all tensors that are kept
-    same_function: bool = True  # False: computes another function by design
 
     def build(
         self, network: Network, state: State, device: torch.device, dtype: torch.dtype
@@ -202,32 +200,6 @@ def _checkpoint_blocks(model: nn.Module, every: str, policy: Callable | None = N
         model.stages[index] = CheckpointedBlocks(list(stage), length, context_fn)
 
 
-def _use_inplace_abn(model: nn.Module) -> None:
-    """Replaces every batch norm and ReLU by InPlaceABN, except for the first in each block.
-
-    The input of the first one is the residual stream, which InPlaceABN would overwrite. InPlaceABN
-    inverts the activation, so it has a leaky ReLU.
-    """
-    from inplace_abn import InPlaceABN
-
-    def forward(block: nn.Module, x: Tensor) -> Tensor:
-        h = nn.functional.relu(block.bn1(x), inplace=True)
-        shortcut = block.shortcut(h) if hasattr(block, "shortcut") else x
-        h = block.conv1(h)
-        for bn, conv in list(block.units())[1:]:
-            h = conv(bn(h))
-        return shortcut + h
-
-    for stage in model.stages:
-        for block in stage:
-            for index in range(2, block.unit_count + 1):
-                old = getattr(block, f"bn{index}")
-                new = InPlaceABN(old.num_features, activation="leaky_relu", activation_param=0.01)
-                new.load_state_dict(old.state_dict(), strict=False)
-                setattr(block, f"bn{index}", new.to(old.weight.device))
-            block.forward = functools.partial(forward, block)
-
-
 def _fused(name: str, memory: str, words: str, **options) -> Contender:
     return Contender(name, words, fused=memory, **options)
 
@@ -259,9 +231,6 @@ ALL = (
     _checkpointed("checkpoint-sqrt", "inputs of sqrt(L) blocks", "sqrt"),
     _checkpointed("selective-convs", "convolutions", "block", _keep_convolutions),
     _checkpointed("selective-inner-convs", "inner convolutions", "block", _keep_inner_convolutions),
-    Contender(
-        "inplace-abn", "outputs of inner norms", prepare=_use_inplace_abn, same_function=False
-    ),
     _compiled("compile-budget-0.5", "as the budget allows", 0.5),
     _compiled("compile-budget-0.3", "as the budget allows", 0.3),
 )
@@ -291,7 +260,6 @@ GROUPS = {
         "checkpoint-sqrt",
         "selective-convs",
         "selective-inner-convs",
-        "inplace-abn",
     ),
     "compile budgets": ("fused-store", "compile-budget-0.5", "compile-budget-0.3"),
     "wide networks": ("eager-channels-last", *_FUSED, "compile-blocks"),
@@ -336,8 +304,6 @@ def available(names: Sequence[str], device: torch.device) -> tuple[list[Contende
     for name in names:
         if BY_NAME[name].graphed and device.type != "cuda":
             reasons[name] = "CUDA graphs: no GPU"
-        elif name == "inplace-abn" and importlib.util.find_spec("inplace_abn") is None:
-            reasons[name] = "InPlace-ABN: the package inplace_abn is not installed"
     return [BY_NAME[name] for name in names if name not in reasons], reasons
 
 

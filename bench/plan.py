@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.contenders import (
-    ANCHOR,
-    GROUPS,
-    MAIN_GROUPS,
-    WIDE_GROUP,
-    WIDE_NETWORKS,
-    Network,
-)
+from bench.contenders import ANCHOR, GROUPS, MAIN_GROUPS, WIDE_GROUP, WIDE_NETWORKS, Network
 from bench.measure import dtype_name
 from bench.network import Task
 

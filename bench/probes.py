@@ -1,9 +1,9 @@
 """Ceilings of a GPU: `python -m bench.probes --out FOLDER`.
 
-Measures copy bandwidth, matrix rates and the time of a launch: of PyTorch's smallest kernel, and of
-a kernel that depends on the previous one (bench/probes.cu) in a CUDA graph, plain and with
-programmatic dependent launch. Its blocks have the threads, registers and shared memory of a
-convolution in csrc/cuda, and like it wait for the launch ahead before they let the next one begin.
+Measures copy bandwidth, matrix rates and the time of a launch of a kernel that depends on the
+previous one (bench/probes.cu) in a CUDA graph, plain and with programmatic dependent launch. Its
+blocks have the threads, registers and shared memory of a convolution in csrc/cuda, and like it wait
+for the launch ahead before they let the next one begin.
 
 Needs nvcc and a GPU of compute capability 9.0 or later. Prints a table and writes
 `*-ceilings.csv`.
@@ -12,7 +12,7 @@ Needs nvcc and a GPU of compute capability 9.0 or later. Prints a table and writ
 import ctypes
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -45,12 +45,6 @@ def build(architecture: str) -> Path:
     return library
 
 
-def in_graph_us(launch: Callable[[], object]) -> float:
-    """Times a launch in a CUDA graph of many."""
-    graph, _ = measure.captured(lambda: [launch() for _ in range(LAUNCHES)])
-    return 1e3 * measure.best_ms(graph.replay, torch.device("cuda")) / LAUNCHES
-
-
 def chain_us(library: ctypes.CDLL, blocks: int, is_dependent: bool) -> float:
     """Times a launch of the probe in a CUDA graph.
 
@@ -79,23 +73,10 @@ def chain_us(library: ctypes.CDLL, blocks: int, is_dependent: bool) -> float:
 def rows(device: torch.device) -> list[CeilingRow]:
     """Measures the ceilings that need no compiler."""
     ceilings = measure.measure_ceilings(device)
-    value = torch.zeros(1, device=device)
-
-    def launch() -> None:
-        value.add_(1)
-
-    def launch_many() -> None:
-        for _ in range(LAUNCHES):
-            launch()
-
     rates = ceilings.matmul_gflop_s.items()
     return [
         CeilingRow("copy", "GB/s", ceilings.copy_gb_s),
         *(CeilingRow(f"matrix product, {name}", "GFLOP/s", rate) for name, rate in rates),
-        CeilingRow(
-            "launch by PyTorch", "us", 1e3 * measure.best_ms(launch_many, device) / LAUNCHES
-        ),
-        CeilingRow("launch by PyTorch in a graph", "us", in_graph_us(launch)),
     ]
 
 

@@ -57,7 +57,7 @@ class Row(Measured):
     images_per_s: float | None = None
     gb_per_s: float | None = None  # modelled bytes over median time
     gflop_per_s: float | None = None
-    correct: str = ""  # "yes", "no", "another function", or "" (not checked)
+    correct: str = ""  # "yes", "no", or "" (not checked)
     note: str = ""
     instruction_set: str = ""  # instruction set of the fused CPU kernels; "" on a GPU
 

@@ -10,14 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench import measure, plots
-from bench.contenders import (
-    ANCHOR,
-    BY_NAME,
-    FAMILIES,
-    Network,
-    is_rival,
-    relative_times,
-)
+from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival, relative_times
 from bench.measure import ROOT
 from bench.records import (
     CEILINGS,

@@ -6,21 +6,10 @@ import types
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-pytest.importorskip("tabulate")
-pytest.importorskip("matplotlib")
-
 from bench import __main__ as bench
 from bench import gpu_report, launches, measure, models
 from bench.gpu_report import Part, Report
 from bench.records import LAUNCHES
-
-COMPARE = ["check", "tests", "memcheck", "host-library"]
-MEASURE = [
-    *("ceilings", "bench", "models", "launches-cuda", "launches-triton"),
-    *("bench-triton", "bench-resident", "ops"),
-]
-NEEDS_GPU = {"memcheck", "ceilings", "bench-triton", "bench-resident"}
 
 
 def summary(folder):
@@ -51,35 +40,16 @@ def test_every_part_leaves_its_output_and_a_line(tmp_path):
     assert log.index("one\ntwo\n") < log.index("=== second: ") < log.index("bad\n")
 
 
-def test_parts_that_compare_run_at_the_same_time(tmp_path):
-    wait = "import pathlib, time\npathlib.Path({!r}).touch()\n"
-    wait += "while not pathlib.Path({!r}).exists(): time.sleep(0.01)\nprint('met')"
-    one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    parts = [
-        Part("a", ["-c", wait.format(one, two)], 50, compares=True),
-        Part("b", ["-c", wait.format(two, one)], 50, compares=True),
-    ]
-    Report(tmp_path, seconds=100).run_together(parts)
-    assert all(re.fullmatch(r"[ab]: ok after \d+ s: met", line) for line in summary(tmp_path))
-    assert (tmp_path / "log.txt").read_text().count("\nmet\n") == 2
+def test_the_commands_are_understood(tmp_path, monkeypatch):
+    def parts_of(has_gpu):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+        return {part.name: part for part in gpu_report.parts_of(tmp_path, ["--steps", "7"], 150)}
 
-
-def parts_on(has_gpu, folder, monkeypatch):
     properties = types.SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return {part.name: part for part in gpu_report.parts_of(folder, ["--steps", "7"], 150)}
-
-
-def test_without_a_gpu_the_parts_that_need_one_are_left_out(tmp_path, monkeypatch):
-    assert [*parts_on(True, tmp_path, monkeypatch)] == [*COMPARE, *MEASURE]
-    without_gpu = [name for name in (*COMPARE, *MEASURE) if name not in NEEDS_GPU]
-    assert [*parts_on(False, tmp_path, monkeypatch)] == without_gpu
-
-
-def test_the_commands_are_understood(tmp_path, monkeypatch):
-    parts = parts_on(True, tmp_path, monkeypatch)
+    parts = parts_of(True)
+    assert parts.keys() - parts_of(False) == {name for name in parts if parts[name].needs_gpu}
     options = {name: part.command[2:] for name, part in parts.items()}
     for name in ("bench", "bench-triton", "bench-resident"):
         assert parts[name].command[:2] == ["-m", "bench"]

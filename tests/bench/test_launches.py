@@ -11,10 +11,6 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("tabulate")
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from bench import dry_run, launches, measure
 from bench.dry_run import BACKWARD, FORWARD, Launch, Part, StageLaunches
 from bench.instructions import Count
@@ -89,15 +85,6 @@ def test_what_runs_again_is_listed():
         by_mode[memory] = {k[:2] for k in own if "norm_act_conv_forward" in k}
     assert (by_mode["store"], by_mode["rebuild"]) == (set(), {"B3"})
     assert {"B1", "B2"} < by_mode["checkpoint"]
-
-
-def test_grids_are_those_of_a_gpu_with_so_many_multiprocessors(monkeypatch):
-    def largest(multiprocessors):
-        monkeypatch.setattr(launches, "multiprocessors", lambda: multiprocessors)
-        rows = cuda_rows("--network", "resnet-29")
-        return max(int(r.grid) for r in rows if r.kernel.endswith("norm_act_conv_forward"))
-
-    assert 0 < largest(10) <= 40 < largest(100)
 
 
 def test_networks_with_convolutions_of_pytorch_run_none_of_them():

@@ -3,10 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("tabulate")
-pytest.importorskip("tqdm")
-
 from bench import models
 from bench.measure import Machine
 from bench.records import ModelRow, read

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import signal
-import subprocess
 import sys
 import time
 import types
@@ -13,16 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("tabulate")
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
-
 import preact_kernels as pk
 from bench import __main__ as bench
 from bench import contenders, floors, measure, network, plan
 from bench.contenders import ANCHOR, BY_NAME, GROUPS, Contender, Network
-from bench.measure import Ceilings, Machine, Timing
+from bench.measure import Ceilings, Machine
 from bench.network import Session, Task, measure_steps
 from bench.records import Row, put, read
 
@@ -43,33 +36,16 @@ def test_floors_count_bytes_and_products():
     assert CEILINGS.floor_ms(10e6, 200e6, torch.float32) == 2.0
 
 
-def test_a_timing_is_the_median_and_two_percentiles():
-    assert Timing.of([5.0, 1.0, 2.0, 3.0, 4.0]) == pytest.approx((3.0, 1.8, 4.2))
-
-
-def test_after_the_deadline_no_round_starts_except_the_first():
-    ran = []
-    calls = {name: lambda name=name: ran.append(name) for name in "ab"}
-    measure.time_in_turn(calls, rounds=3, device=CPU, deadline_s=time.time())
-    assert ran == ["a", "b"]
-
-
 TITLES = {
     "cuda": [
         "resnet-1001, batch 128, bfloat16: uncompiled",
         "resnet-1001, batch 256, bfloat16: uncompiled",
         "imagenet-resnet-50, batch 256, bfloat16: wide networks",
-        "resnet-1001, batch 128, bfloat16: memory rivals",
-        "resnet-1001, batch 128, float32: uncompiled",
-        "resnet-164, batch 128, bfloat16: memory rivals",
     ],
     "cpu": [
         "resnet-1001, batch 16, float32: main",
         "resnet-164, batch 16, bfloat16: against eager",
-        "resnet-1001, batch 16, float32: peak memory of fused-rebuild",
-        "resnet-164, batch 16, float32: main",
         "resnet-1001, batch 16, float32: compile budgets",
-        "imagenet-resnet-50, batch 4, bfloat16: against eager",
     ],
 }
 
@@ -189,41 +165,6 @@ def test_every_contender_computes_what_eager_does(name, tmp_path):
     assert network.judged(session, BY_NAME[name]).correct == "yes"
 
 
-def test_a_contender_that_compiles_for_long_leaves_time_to_the_others(tmp_path, monkeypatch):
-    left = []
-
-    def compile_for_long(model):
-        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
-        signal.raise_signal(signal.SIGALRM)
-
-    change(monkeypatch, "fused-rebuild", compile_for_long)
-    monkeypatch.setattr(network, "FIRST_STEP_SECONDS", 60)
-    names = "fused-store", "fused-rebuild", "fused-checkpoint"
-    measure_steps(Session(task_in(tmp_path, *names, end_s=time.time() + 500)))
-    assert 0 < left[0] <= 60
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
-    rows = rows_in(tmp_path)
-    assert rows["fused-rebuild"].note == "failed: TookTooLong: no first step in 60 s"
-    assert rows["fused-checkpoint"].median_ms > 0
-
-
-def test_a_contender_that_breaks_its_gpu_is_named_and_ends_the_process(tmp_path, monkeypatch):
-    def lost(device):
-        raise RuntimeError("CUDA error: an illegal memory access")
-
-    def stray(model):
-        monkeypatch.setattr(measure, "synchronize", lost)
-        raise RuntimeError("CUDA error: launch failure")
-
-    change(monkeypatch, "fused-store", stray)
-    session = Session(task_in(tmp_path, "fused-store", "fused-rebuild"))
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        measure_steps(session)
-    (row,) = rows_in(tmp_path).values()
-    assert row.note == "failed: RuntimeError: CUDA error: launch failure"
-    assert session.task.missing() == ["fused-rebuild"]
-
-
 @pytest.fixture
 def processes(monkeypatch):
     """Puts rows in this process, or calls `crash`; `ran`: missing contenders of each task."""
@@ -261,37 +202,6 @@ def test_a_process_that_crashes_costs_the_contender_that_ran_alone(tmp_path, pro
     assert run(peak) == ["resnet-8, batch 4, float32: peak: failed: exit status 7"]
 
 
-def test_a_process_that_names_the_contender_that_broke_it_is_followed_by_one(tmp_path, processes):
-    task = task_in(tmp_path, "fused-store", "fused-rebuild", "fused-checkpoint")
-
-    def crash(one):
-        if len(processes.ran) > 1:
-            return None
-        put(task.path, dataclasses.replace(Session(one).row("fused-store"), correct="no"))
-        return 1
-
-    processes.crash = crash
-    assert run(task) == []
-    assert processes.ran == [list(task.contenders), ["fused-rebuild", "fused-checkpoint"]]
-
-
-def test_a_process_that_overruns_leaves_its_rows(tmp_path, monkeypatch):
-    task, ends_s = task_in(tmp_path, "fused-store", "fused-rebuild"), []
-
-    def overrun(command, seconds):
-        ends_s.append((Task(**json.loads(command[-1])).end_s, time.time() + seconds))
-        put(task.path, dataclasses.replace(Session(task).row("fused-store"), median_ms=1.0))
-        monkeypatch.setattr(bench, "LEAST_SECONDS", 99)
-
-    monkeypatch.setattr(measure, "run_process", overrun)
-    left_out, too = run(task, dataclasses.replace(task, group="late"), seconds=60)
-    assert left_out.endswith("main: no time left: fused-rebuild")
-    assert "late: no time left" in too
-    ((inner_s, outer_s),) = ends_s
-    assert inner_s <= outer_s < time.time() + 51  # the process can end in time
-    assert rows_in(tmp_path).keys() == {"fused-store"}
-
-
 HANGS = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -321,17 +231,6 @@ def wait_for_end(pid):
             return
         time.sleep(0.01)
     raise AssertionError(f"process {pid} is still there")
-
-
-def test_a_process_ends_with_the_one_that_started_it():
-    hangs = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
-    start = f"import sys\nfrom bench import measure\ncommand = [sys.executable, '-c', {hangs!r}]\n"
-    command = [sys.executable, "-c", start + "measure.run_process(command, 600)"]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(command, cwd=measure.ROOT, **options) as run:
-        child = run.stdout.readline()
-        run.kill()
-        wait_for_end(int(child))
 
 
 def test_a_run_has_times_peaks_and_a_table(tmp_path, monkeypatch, capsys):

@@ -6,11 +6,6 @@ import types
 import pytest
 import torch
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("pytest_benchmark")
-pytest.importorskip("tabulate")
-pytest.importorskip("tqdm")
-
 from bench import ops
 from bench.measure import Ceilings
 

@@ -6,10 +6,6 @@ import subprocess
 import pytest
 import torch
 
-pytest.importorskip("tabulate")
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 from bench import probes
 
 

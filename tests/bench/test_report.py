@@ -4,10 +4,6 @@ import shutil
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("tabulate")
-pytest.importorskip("tqdm")
-
 from bench import measure, plots, records, report
 from bench.measure import Machine
 from bench.records import MODELS, ModelRow, Row, put, read
