@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.recorded: list[_Recorded] = []
         self.calls = 0
-        self.counts: dict[str, Count | None] = {}  # of instructions, by the code of a launch
+        self.counts: dict[str, Count | None] = {}  # instructions by `Launch.code`
         self._running: str | None = None  # name of the backend's running function
 
     def add(self, launch: Launch, tensors: dict[int, int | None]) -> None:

@@ -32,7 +32,7 @@ from bench.records import LAUNCHES, slug
 LIBRARIES = CPU_LIBRARY, CUDA_LIBRARY = [
     ROOT / "preact_kernels" / name for name in ("_cpu.so", "_cuda.so")
 ]
-TEST_SHARE = 0.3  # of the time, for the parts that compare results
+TEST_SHARE = 0.3  # share of the time limit for the parts that compare results
 GRACE_SECONDS = 20  # between interrupting and killing a part
 LEAST_SECONDS = 30  # least time left to start a part that measures
 # Tests of a GPU, the most important first.
@@ -198,7 +198,7 @@ class Report:
         lines = re.split(r"[\r\n]+", output.decode(errors="replace").strip())
         counts = [line for line in lines if re.search(r"\d (passed|failed)", line)]  # from pytest
         last = [*lines, *counts[-1:]][-1].strip("= ")[-200:]
-        if re.search(r"\(exit status (124|137)\)", last):  # of `timeout`, in the Makefile
+        if re.search(r"\(exit status (124|137)\)", last):  # `timeout` in the Makefile
             status = None
         how = "out of time" if status is None else "ok" if not status else f"exit status {status}"
         self.note(part.name, f"{how} after {time.monotonic() - start_s:.0f} s: {last}")

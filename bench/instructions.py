@@ -10,7 +10,7 @@ loop over tiles, if only matrix products for rare values can follow it.
 The count is too high where warps skip a branch. It is too low where a loop has no constant bound,
 as in kernels whose channels are not constant. The time assumes that each of the four
 schedulers of a multiprocessor issues one instruction per cycle. It ignores waiting, and that some
-instructions, such as those of float64, take more cycles.
+instructions, such as float64 ones, take more cycles.
 """
 
 import math
@@ -23,8 +23,8 @@ from typing import NamedTuple, cast
 
 from testbed.cuda_programs import cuobjdump
 
-CYCLES_PER_US = 1755  # of the clock; an H100 and an H200 reach 1,980 at most
-SCHEDULERS = 4  # of a multiprocessor
+CYCLES_PER_US = 1755  # base clock; an H100 and an H200 reach 1,980 at most
+SCHEDULERS = 4  # per multiprocessor
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 _BRANCH = re.compile(r"(?:@!?\w+ )?BRA\S* (?:\S+ )*?0x([0-9a-f]+)$")
@@ -131,7 +131,7 @@ class _Path(NamedTuple):
     """What a path through the code has issued so far."""
 
     instructions: int = 0
-    products: int = 0  # of matrices
+    products: int = 0  # matrix products
     last_product: int = 0  # its address
 
 
@@ -179,7 +179,7 @@ def _rounds(loop: Sequence[Instruction]) -> int | None:
     for _, text in reversed(loop[:-1]):
         results = _RESULTS.match(text)
         if guard and results and guard[1] in results[1].split(", "):
-            if _UPPER_HALF.match(text):  # of a 64-bit number
+            if _UPPER_HALF.match(text):  # the high half of a 64-bit comparison
                 continue
             comparison = _COMPARISON.match(text)
             if comparison is None:

@@ -280,7 +280,7 @@ def measured(a: argparse.Namespace, stages: Sequence[StageLaunches]) -> Iterator
 
 
 def multiprocessors() -> int:
-    """Returns the number of this GPU; without one, that of an H200."""
+    """Returns this GPU's number of multiprocessors; without a GPU, an H200's."""
     has_gpu = torch.cuda.is_available()
     return torch.cuda.get_device_properties(0).multi_processor_count if has_gpu else 132
 

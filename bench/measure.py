@@ -120,7 +120,7 @@ def time_in_turn(
     failed: Callable[[str, Exception], None] | None = None,
     after_round: Callable[[dict[str, Timing]], None] = lambda times: None,
 ) -> dict[str, Timing]:
-    """Times every call once per round (A B C A B C ...), so that drift affects all alike.
+    """Times every call once per round (A B C A B C ...), so that drift affects all equally.
 
     Args:
         calls: calls by name; warmed up already.

@@ -223,7 +223,7 @@ class Trained:
 
     def forward(self) -> Tensor:
         """Returns the output."""
-        torch.manual_seed(2)  # of dropout
+        torch.manual_seed(2)  # for dropout
         with self.autocast():
             return self.model(self.x)
 

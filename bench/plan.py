@@ -18,7 +18,7 @@ class Item(NamedTuple):
     network: str
     batch: int
     dtype: torch.dtype
-    kind: str = "steps"  # of the task
+    kind: str = "steps"  # as in `Task`
 
 
 def tasks(a: argparse.Namespace, common: dict) -> Iterator[Task]:

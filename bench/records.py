@@ -14,7 +14,7 @@ from tabulate import tabulate
 MODELS = "-models.csv"
 LAUNCHES = "-launches.csv"
 CEILINGS = "-ceilings.csv"
-REMOVED = "-training.csv", "-functions.csv"  # of removed commands; nothing reads them
+REMOVED = "-training.csv", "-functions.csv"  # nothing reads them: their commands were removed
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -77,7 +77,7 @@ class ModelRow(Measured):
 
     case: str
     contender: str
-    shape: str  # of the input
+    shape: str  # shape of the input
     dtype: str
     saved_bytes: int | None = None  # kept for the backward, without parameters
     peak_bytes: int | None = None  # peak of a step minus memory between steps

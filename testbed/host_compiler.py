@@ -96,7 +96,7 @@ def preloaded(runtimes: Sequence[str]) -> dict[str, str]:
 
 
 def run(command: list[str]) -> None:
-    """Runs a compiler, whose last argument is its output.
+    """Runs a compiler command that ends with the output path.
 
     Raises:
         RuntimeError: with its messages.

@@ -24,7 +24,7 @@ class GroupNorm(nn.Module):
 
 
 class Conv(nn.Module):
-    """Convolution whose bias is added in place; a fixed filter before it may resample images.
+    """Convolution that adds its bias in place; a fixed filter before it may resample images.
 
     Args:
         in_channels: channels of the images.
@@ -201,7 +201,7 @@ class GroupNorm32(nn.GroupNorm):
 
 
 class ADMBlock(nn.Module):
-    """Residual block whose second norm takes a scale and a shift, in 1 to 3 dimensions."""
+    """Residual block with a scale and a shift for the second norm, in 1 to 3 dimensions."""
 
     def __init__(
         self, in_channels: int, channels: int, embedding: int, dims: int = 2, dropout: float = 0.1
@@ -333,7 +333,7 @@ def _bn_relu(channels: int) -> nn.Sequential:
 
 
 class CAMLayer(nn.Module):
-    """Convolution whose channels are gated by means over the sequence and over segments of it."""
+    """Convolution with channels gated by means over the sequence and over its segments."""
 
     def __init__(self, in_channels: int, channels: int, dilation: int, segment: int) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def cells(line):
 
 
 def test_the_headline_has_eager_and_the_best_rivals_with_times_in_the_same_rounds():
-    """Captured steps take the same time beside anything: their times are not scaled."""
+    """Captured steps take the same time in any rounds: their times are not scaled."""
     slow = "fused-store took 100.0 ms beside this"
     rows = [
         row("eager-channels-last", 400.0, 1000),
