@@ -42,7 +42,7 @@ GROUPS = NormConvCase(NormCase(CASE.x, 4), 12, conv_bias=True, residual=True)
 OF_BATCH = {**conv_inputs(CASE), **CASE.conv, "training": True}
 OF_GROUPS = {**norm_conv_inputs(GROUPS), **GROUPS.conv, "num_groups": 4}
 OF_NORM = {name: OF_BATCH[f"bn_{name}"] for name in ("weight", "bias")} | {"x": X}
-# Valid arguments of each function. Others of the same checks: see `random_calls`.
+# Valid arguments of each function.
 VALID = {
     pk.bn_relu_conv2d: OF_BATCH,
     pk.group_norm_act_conv: OF_GROUPS,

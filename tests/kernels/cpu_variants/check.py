@@ -98,7 +98,7 @@ def check(variants: Sequence[str], isa: str, library: Path) -> bool:
     # AddressSanitizer's come last: see plugin.py.
     tests = [str(HERE / sanitizer.planted) for sanitizer in reversed(sanitizers)]
     if "address" in variants:
-        tests.append(str(HERE / "random_calls.py"))
+        tests.append(str(HERE / "damaged_calls.py"))
     tests += [f"tests/{file}.py::test_{name}" for file, name in selected(isa)]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", *OPTIONS, *SELECTED, *PLUGIN, *tests],
