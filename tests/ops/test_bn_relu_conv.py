@@ -309,7 +309,7 @@ def test_which_results_are_not_finite_for_taps_outside_of_the_image(
     check_taps_outside_of_the_image(shape, stride, where, dtype, monkeypatch)
 
 
-# 256 channels: weight-stationary convolutions of the CPU library.
+# 96 channels: weight-stationary convolutions of the CPU library.
 @pytest.mark.backends("cpu")
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("where", ["conv_weight", "dy"])
@@ -317,7 +317,7 @@ def test_which_results_of_a_large_weight_are_not_finite(where, dtype, processor,
     """In oneDNN's convolutions with AMX the padding takes part, as in PyTorch's without oneDNN."""
     for is_enabled in (True, False):
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", is_enabled)
-        check_taps_outside_of_the_image((256, 3, 3), 1, where, dtype, monkeypatch)
+        check_taps_outside_of_the_image((96, 3, 3), 1, where, dtype, monkeypatch)
 
 
 def check_taps_outside_of_the_image(shape, stride, where, dtype, monkeypatch):
