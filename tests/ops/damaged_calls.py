@@ -60,21 +60,21 @@ class Sizes(NamedTuple):
 
 # Two blocks, of which the second is rebuilt.
 SIZES = Sizes(
-    torch.float32,
-    (4, 5),
-    (32, 32, 32, 32),
-    ((32, 32, 3, 3),) * 4,
-    2,
-    {"inputs": 3, "negated": 1, "running": 2, "batch": 2},
+    dtype=torch.float32,
+    image=(4, 5),
+    channels=(32, 32, 32, 32),
+    weights=((32, 32, 3, 3),) * 4,
+    units_per_block=2,
+    counts={"inputs": 3, "negated": 1, "running": 2, "batch": 2},
 )
 # One bottleneck, which is kept.
 OF_RESIDENT_RUNS = Sizes(
-    torch.bfloat16,
-    (8, 8),
-    (256, 64, 64),
-    ((64, 256, 1, 1), (64, 64, 3, 3), (256, 64, 1, 1)),
-    3,
-    {"negated": 0},
+    dtype=torch.bfloat16,
+    image=(8, 8),
+    channels=(256, 64, 64),
+    weights=((64, 256, 1, 1), (64, 64, 3, 3), (256, 64, 1, 1)),
+    units_per_block=3,
+    counts={"negated": 0},
 )
 
 
