@@ -221,15 +221,21 @@ def kept(model, state, x):
 
 
 @pytest.mark.parametrize(
-    ("memory", "dynamic"),
+    ("memory", "dynamic", "generates_code"),
     [
-        ("store", None),
-        pytest.param("store", True, marks=pytest.mark.slow),
-        pytest.param("rebuild", None, marks=pytest.mark.slow),
+        ("store", None, False),
+        pytest.param("store", None, True, marks=pytest.mark.slow),
+        pytest.param("store", True, True, marks=pytest.mark.slow),
+        pytest.param("rebuild", None, True, marks=pytest.mark.slow),
     ],
 )
 @needs_entry_points
-def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynamic):
+def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(
+    memory, dynamic, generates_code, monkeypatch
+):
+    if not generates_code:  # Inductor decides what is saved, and runs that in eager
+        decides = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", decides)
     model = network().double()
     plain, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8).double()
     eager = pk.saved_bytes(pk.convert(copy.deepcopy(model), memory=memory), x)
@@ -246,6 +252,17 @@ def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(memory, dynami
     # The gradient of a bias before a batch norm is zero: atol.
     found = (tensors_of(model, (y,)), tensors_of(plain, (expected,)))
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
+
+
+@needs_entry_points
+def test_a_unit_trains_in_inductor():
+    """Inductor generates no kernel for it, which would take long to compile."""
+    norm = nn.BatchNorm2d(8, track_running_stats=False)
+    unit = nn.Sequential(norm, nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, bias=False)).double()
+    plain = copy.deepcopy(unit)
+    x = torch.randn(2, 8, 6, 5).double().contiguous(memory_format=torch.channels_last)
+    compiled = torch.compile(unit, backend="preact_kernels", fullgraph=True)
+    assert_equal(step(compiled, unit, x), step(plain, plain, x))
 
 
 def test_graphs_of_images_of_any_size():
