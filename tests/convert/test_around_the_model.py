@@ -206,9 +206,6 @@ def test_hooks_of_unpickled_models_keep_their_arguments(monkeypatch):
     assert len(calls) == 4 * 2 * 5
 
 
-# Later changes.
-
-
 # Modules that run plain inside.
 
 

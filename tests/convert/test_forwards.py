@@ -150,18 +150,6 @@ def changes_an_image_of_a_frozen_norm(self, x):
 
 
 @runs("^BN-ReLU-Conv")
-def catches_an_error_of_a_weight(self, x):
-    with torch.inference_mode():
-        weight = self.conv2.weight * 1
-    h = self.unit(x)
-    try:
-        y = F.conv2d(x, weight, padding=1)
-    except RuntimeError:
-        y = F.conv2d(x, weight.clone(), padding=1)
-    return h + y
-
-
-@runs("^BN-ReLU-Conv")
 def adds_and_concatenates_one_image_of_unusual_strides(self, x):
     x = x[:1]
     odd = x[0].permute(1, 2, 0).contiguous().permute(2, 0, 1)[None]
@@ -234,30 +222,12 @@ def has_no_activation(self, x):
     return self.second(self.bn1(x) + x)
 
 
-@runs("^; its output is used more than once$")
-def adds_a_batch_norm(self, x):
-    h = self.bn1(x)
-    return self.conv1(F.relu(h)) + h
-
-
 @runs(r"^BN-ReLU; no convolution follows \(avg_pool2d\)$", "BN-ReLU-Conv")
 def pools_an_activation(self, x):
     size = [2, 2]
     y = F.avg_pool2d(F.relu(self.bn1(x)), size)
     size[0] = 1
     return self.second(y)
-
-
-@runs("^BN-ReLU; several convolutions read its activation$")
-def has_branches(self, x):
-    a = F.relu(self.bn1(x))
-    return torch.cat([self.conv1(a), self.conv2(a)], 1)
-
-
-@runs("^BN-ReLU; the program holds its activation$")
-def returns_an_activation(self, x):
-    a = F.relu(self.bn1(x))
-    return a, self.conv1(a)
 
 
 @runs("^BN-ReLU; its activation is read again later$")
@@ -402,16 +372,6 @@ def reads_running_statistics(self, x):
 
 
 # Python.
-
-
-@runs("^; its momentum is no plain number$")
-def goes_on_without_momentum(self, x):
-    bn = self.bn1
-    try:
-        h = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, True, None)
-    except TypeError:
-        h = bn(x)
-    return self.conv1(F.relu(h))
 
 
 @runs("^; read by an inner region")

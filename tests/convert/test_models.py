@@ -168,10 +168,7 @@ def test_memory_of_converted_models_is_planned(is_frozen):
 
 @pytest.mark.parametrize(
     ("name", "memory_format"),
-    [
-        ("functional-bottleneck", torch.channels_last),
-        ("dense", torch.contiguous_format),
-    ],
+    [("functional-bottleneck", torch.channels_last), ("dense", torch.contiguous_format)],
 )
 def test_frozen_parts_keep_no_more_than_in_plain_pytorch(name, memory_format):
     model, x = built(name)

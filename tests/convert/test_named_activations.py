@@ -8,22 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from testbed.norm_act_models import SwishFunction
 from tests.convert.any_norm import Net
 
 pytestmark = pytest.mark.backends("cpu")
-
-
-class SwishFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        s = torch.sigmoid(x)
-        return dy * s * (1 + x * (1 - s))
 
 
 class SubFunction(SwishFunction):
@@ -113,8 +101,7 @@ def test_a_name_that_is_wrong_is_found_on_an_example():
 def test_named_functions_on_two_threads():
     """`apply` is restored when the last region ends, whichever thread it is on."""
     net = pk.convert(Named(Swish, SwishFunction.apply), activations={SwishFunction: "silu"})
-    expected, results = None, []
-    x = torch.randn(2, 4, 5, 6)
+    x, results = torch.randn(2, 4, 5, 6), []
     expected = net(x)
 
     def run():

@@ -156,11 +156,7 @@ PACKAGES = {
     "diffusers UNet2DModel": Case(
         lambda: diffusers("UNet2DModel", **UNET, resnet_time_scale_shift="scale_shift"),
         (2, 3, 16, 16),
-        {
-            "GN-SiLU-Conv": 9,
-            "GN-Scale-Shift-SiLU-Conv and residual add": 8,
-            ATTENTION: 3,
-        },
+        {"GN-SiLU-Conv": 9, "GN-Scale-Shift-SiLU-Conv and residual add": 8, ATTENTION: 3},
         0.48,
         lambda: (STEPS,),
     ),

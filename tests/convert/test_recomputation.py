@@ -262,24 +262,6 @@ def test_blocks_under_a_checkpoint(network):
     assert_same_bits(trained(Outer(), x), expected)
 
 
-def test_backwards_at_once_under_a_checkpoint():
-    network = converted(Branching(group_norm, units=3), "checkpoint")
-    y = checkpoint(network, torch.randn(2, CHANNELS, 8, 8), use_reentrant=False).sum()
-    weight = network.convs[0].weight
-    (expected,) = torch.autograd.grad(y, weight, retain_graph=True)
-    inner = []
-
-    def differentiate(_):
-        if not inner:
-            inner.append(None)
-            inner[0] = torch.autograd.grad(y, weight, retain_graph=True)[0]
-
-    network.norms[2].weight.register_hook(differentiate)
-    parameters = [weight, network.norms[2].weight]
-    found = torch.autograd.grad(y, parameters, retain_graph=True)
-    assert_same_bits([found[0], inner[0]], [expected, expected])
-
-
 def test_values_of_a_backward_that_ends_early_are_freed():
     """The last norm reads what the others compute; those run no backward."""
     network = converted(Network(group_norm, count=1, units=3, drops=(0.0, 0.0)), "checkpoint")

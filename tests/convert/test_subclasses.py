@@ -277,13 +277,7 @@ def copy_attributes(net, h):
 
 
 @pytest.mark.parametrize(
-    "between",
-    [
-        lambda net, h: h.clone(),
-        lambda net, h: h * len(h),
-        set_title,
-        copy_attributes,
-    ],
+    "between", [lambda net, h: h.clone(), lambda net, h: h * len(h), set_title, copy_attributes]
 )
 def test_what_a_class_adds_or_overrides(between):
     run(between, Named)

@@ -107,10 +107,7 @@ def test_frozen_blocks_ahead_of_the_first_trained_one_keep_nothing(memory, backe
 
 @pytest.mark.parametrize(
     ("depth", "rebuild", "with_anchors", "checkpoint"),
-    [
-        (326, 0.19, 0.23, 0.04),
-        pytest.param(1001, 0.18, 0.22, 0.03, marks=pytest.mark.slow),
-    ],
+    [(326, 0.19, 0.23, 0.04), pytest.param(1001, 0.18, 0.22, 0.03, marks=pytest.mark.slow)],
 )
 def test_many_layers_keep_a_small_share_of_eager(depth, rebuild, with_anchors, checkpoint):
     x = torch.randn(16, 3, 32, 32, device="meta")

@@ -24,65 +24,30 @@ def images(channels=3):
     return torch.randn(2, channels, 8, 8)
 
 
-NETWORKS = {
-    "bottleneck": lambda: pk.preact_resnet(29),
-    "imagenet": lambda: pk.preact_resnet(18, variant="imagenet"),
-    "evaluation": lambda: pk.preact_resnet(29).eval(),
-    "wide_stream": lambda: in_bfloat16(pk.preact_resnet(47, residual_dtype=FLOAT)),
-    "bfloat16": lambda: in_bfloat16(pk.preact_resnet(47)),
-    "frozen": lambda: pk.preact_resnet(29).requires_grad_(False),
-    "frozen_stem": lambda: frozen_stem(pk.preact_resnet(29)),
-    "stage": random_stage,
-    "before_a_batch_norm": lambda: nn.Sequential(random_stage(), nn.BatchNorm2d(24)),
-    "before_a_convolution": lambda: nn.Sequential(random_stage(), nn.Conv2d(24, 4, 1)),
-    "frozen_blocks_beside_a_head": lambda: Headed(frozen_blocks(pk.preact_resnet(47))),
-    "frozen_stage_beside_a_head": lambda: Headed(frozen_stage(pk.preact_resnet(29))),
-    "frozen_units": lambda: frozen_units(pk.preact_resnet(29)),
-    "without_affine_parameters": lambda: without_affine_parameters(pk.preact_resnet(29)),
-    "half_precision_norms": lambda: pk.preact_resnet(47).bfloat16(),
-    "half_precision_norms_and_frozen_blocks": lambda: frozen_blocks(wide_stream(47)).eval(),
-    "without_gradients": lambda: WithoutGradients(),
-    "a_block_used_twice": lambda: block_used_twice(),
-    "hooked": lambda: hooked(pk.preact_resnet(29)),
-    "autocast_with_a_wide_stream": lambda: Autocast(pk.preact_resnet(29, residual_dtype=FLOAT)),
-    "converted": lambda: converted(),
-    "converted_half_precision": lambda: converted().bfloat16(),
-    "converted_under_autocast": lambda: Autocast(converted()),
-}
-
-
-def wide_stream(depth):
-    return pk.preact_resnet(depth, residual_dtype=FLOAT).bfloat16()
-
-
 def in_bfloat16(model):
     model.fc.bfloat16()
     return in_dtype(model, torch.bfloat16)
 
 
-def frozen_stem(model):
-    model.stem.requires_grad_(False)
+def frozen(model, *names):
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
     return model
 
 
-def frozen_stage(model):
-    model.stages[0].requires_grad_(False)
-    return frozen_stem(model)
-
-
 def frozen_blocks(model):
-    model.stages[1][:3].requires_grad_(False)
-    return frozen_stage(model)
+    return frozen(model, "stem", "stages.0", *(f"stages.1.{i}" for i in range(3)))
 
 
-def frozen_units(model):
+def frozen_units():
     """Frozen up to the last unit of a block."""
-    frozen_stage(model).stages[1].requires_grad_(False)
+    model = frozen(pk.preact_resnet(29), "stem", "stages.0", "stages.1")
     model.stages[1][1].conv3.requires_grad_(True)
     return model
 
 
-def without_affine_parameters(model):
+def without_affine_parameters():
+    model = pk.preact_resnet(29)
     for m in model.modules():
         if isinstance(m, nn.BatchNorm2d):
             m.weight = m.bias = None
@@ -92,6 +57,13 @@ def without_affine_parameters(model):
 def block_used_twice():
     block = random_block("basic", 10, 10)
     return pk.PreActStage([block, block, random_block("basic", 10, 10)]).bfloat16()
+
+
+def hooked():
+    model = pk.preact_resnet(29)
+    for block in (model.stages[1][1], *model.stages[2]):
+        block.register_forward_hook(lambda module, args, y: None)
+    return model
 
 
 def converted():
@@ -112,16 +84,12 @@ class WithoutGradients(nn.Module):
         return y.mean() + x.square().mean()
 
 
-class Autocast(nn.Module):
+class Autocast(nn.Sequential):
     """A model under autocast."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
 
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return self.model(x)
+            return super().forward(x)
 
 
 class Headed(nn.Module):
@@ -138,10 +106,33 @@ class Headed(nn.Module):
         return self.head(h).mean() + y.mean()
 
 
-def hooked(model):
-    for block in (model.stages[1][1], *model.stages[2]):
-        block.register_forward_hook(lambda module, args, y: None)
-    return model
+NETWORKS = {
+    "bottleneck": lambda: pk.preact_resnet(29),
+    "imagenet": lambda: pk.preact_resnet(18, variant="imagenet"),
+    "evaluation": lambda: pk.preact_resnet(29).eval(),
+    "wide_stream": lambda: in_bfloat16(pk.preact_resnet(47, residual_dtype=FLOAT)),
+    "bfloat16": lambda: in_bfloat16(pk.preact_resnet(47)),
+    "frozen": lambda: pk.preact_resnet(29).requires_grad_(False),
+    "frozen_stem": lambda: frozen(pk.preact_resnet(29), "stem"),
+    "stage": random_stage,
+    "before_a_batch_norm": lambda: nn.Sequential(random_stage(), nn.BatchNorm2d(24)),
+    "before_a_convolution": lambda: nn.Sequential(random_stage(), nn.Conv2d(24, 4, 1)),
+    "frozen_blocks_beside_a_head": lambda: Headed(frozen_blocks(pk.preact_resnet(47))),
+    "frozen_stage_beside_a_head": lambda: Headed(frozen(pk.preact_resnet(29), "stem", "stages.0")),
+    "frozen_units": frozen_units,
+    "without_affine_parameters": without_affine_parameters,
+    "half_precision_norms": lambda: pk.preact_resnet(47).bfloat16(),
+    "half_precision_norms_and_frozen_blocks": lambda: frozen_blocks(
+        pk.preact_resnet(47, residual_dtype=FLOAT).bfloat16()
+    ).eval(),
+    "without_gradients": WithoutGradients,
+    "a_block_used_twice": block_used_twice,
+    "hooked": hooked,
+    "autocast_with_a_wide_stream": lambda: Autocast(pk.preact_resnet(29, residual_dtype=FLOAT)),
+    "converted": converted,
+    "converted_half_precision": lambda: converted().bfloat16(),
+    "converted_under_autocast": lambda: Autocast(converted()),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -188,10 +179,7 @@ def test_every_budget_gets_the_cheapest_combination_that_fits(monkeypatch):
     model, x = pk.preact_resnet(38), images()
     most = pk.plan_memory(model, x, PLENTY)
     sums = [
-        (
-            most.other_bytes + sum(o.saved_bytes for o in some),
-            sum(o.extra_bytes for o in some),
-        )
+        (most.other_bytes + sum(o.saved_bytes for o in some), sum(o.extra_bytes for o in some))
         for some in itertools.product(*(s.options for s in most.stages))
     ]
     budgets = sorted({kept for kept, _ in sums})
@@ -260,17 +248,16 @@ def test_a_plan_prints_a_table_of_stages_and_modes():
     assert lines[4].startswith("outside stages")
 
 
-WRONG = {
-    "model": ((abs, torch.ones(1), 1), TypeError, "model: expected an nn.Module, got builtin"),
-    "x": ((nn.ReLU(), [1.0], 1), TypeError, "x: expected a torch.Tensor, got list"),
-    "float": ((nn.ReLU(), torch.ones(1), 1.0), TypeError, "budget: expected an int .*, got float"),
-    "bool": ((nn.ReLU(), torch.ones(1), True), TypeError, "budget: expected an int .*, got bool"),
-    "negative": ((nn.ReLU(), torch.ones(1), -1), ValueError, "budget: expected at least 0 bytes"),
-    "stages": ((nn.ReLU(), torch.ones(1), 1), ValueError, "model: expected at least one PreActSta"),
-}
+WRONG = (
+    ((abs, torch.ones(1), 1), TypeError, "model: expected an nn.Module, got builtin"),
+    ((nn.ReLU(), [1.0], 1), TypeError, "x: expected a torch.Tensor, got list"),
+    ((nn.ReLU(), torch.ones(1), True), TypeError, "budget: expected an int .*, got bool"),
+    ((nn.ReLU(), torch.ones(1), -1), ValueError, "budget: expected at least 0 bytes"),
+    ((nn.ReLU(), torch.ones(1), 1), ValueError, "model: expected at least one PreActSta"),
+)
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG)
 def test_wrong_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         pk.plan_memory(*arguments)
