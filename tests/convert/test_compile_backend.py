@@ -16,7 +16,7 @@ from testbed import published_models as foreign
 from testbed.norm_act_models import SwishFunction
 from tests.cases import needs_entry_points
 from tests.convert import models, test_norm_act_models
-from tests.convert.trial import tensors_of
+from tests.convert.trial import tensors_of, train_step
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -42,13 +42,10 @@ def traced(model, outcomes, **options):
 
 
 def step(model, state, x):
-    """Returns the output of a training step, its gradients, and the buffers after it."""
+    """Returns the gradient of the input of a training step, and `tensors_of` it."""
     x = x.detach().clone().requires_grad_()
-    state.zero_grad()
-    torch.manual_seed(0)  # of dropout
-    y = model(x)
-    y.square().mean().backward()
-    return [x.grad, *tensors_of(state, (y,))]
+    tensors = train_step(state, x, model)
+    return [x.grad, *tensors]
 
 
 def assert_equal(found, expected):

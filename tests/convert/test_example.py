@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import preact_kernels as pk
 from preact_kernels.conversion import execution
 from tests.convert.random_model_parts import TensorList, raises_value_error
-from tests.convert.trial import ignore
+from tests.convert.trial import ignore, train_step
 from tests.oracle import assert_same_bits
 
 pytestmark = pytest.mark.backends("cpu")
@@ -69,20 +69,12 @@ def given_back(model):
     return [s.name for s in pk.conversion_report(model) if "differs from plain" in s.reason]
 
 
-def results(model, x):
-    torch.manual_seed(0)
-    model.zero_grad()
-    y = model(x)
-    y.square().sum().backward()
-    return [y, *(p.grad for p in model.parameters()), *model.buffers()]
-
-
 def test_the_parts_that_differ_run_plain():
     odd = 0, 2
     plain, x = Net(*odd), images()
     model = pk.convert(copy.deepcopy(plain), example_inputs=(x,))
     assert given_back(model) == [f"stage.{i}.bn{j}" for i in odd for j in (1, 2)]
-    for found, expected in zip(results(model, x), results(plain, x), strict=True):
+    for found, expected in zip(train_step(model, x), train_step(plain, x), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert len(pk.conversion_report(model).fused) == 6 - 2 * len(odd)
     for again in (copy.deepcopy(model), pk.convert(copy.deepcopy(model), example_inputs=x)):

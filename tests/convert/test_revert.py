@@ -11,7 +11,7 @@ import preact_kernels as pk
 from preact_kernels.conversion.compile_backend import fused_graph
 from testbed import published_models as foreign
 from tests.convert.models import Block, Chain
-from tests.convert.trial import ignore, tensors_of
+from tests.convert.trial import ignore, train_step
 from tests.oracle import assert_same_bits
 
 pytestmark = pytest.mark.backends("cpu")
@@ -53,14 +53,6 @@ def fused(graph, inputs):
     return torch._dynamo.lookup_backend("aot_eager")(fused_graph(graph, "store", []), inputs)
 
 
-def train_step(model, call, x):
-    """Returns the output, gradients, and the buffers after a training step."""
-    model.train().zero_grad()
-    y = call(x)
-    y.square().mean().backward()
-    return tensors_of(model, (y,))
-
-
 def attributes_of(model):
     """Returns classes and attributes but Dynamo's; of dictionaries, such as of hooks, the keys."""
     of_dynamo = ("_dynamo_static_input_type", "_is_torch_compile")
@@ -83,7 +75,7 @@ def test_a_reverted_model_equals_one_that_was_never_converted():
     pk.convert(model, activations={Swish: "silu"}, example_inputs=x)
     pk.plan_memory(model, x, 1 << 30).apply(model)
     for call in (model, torch.compile(model, backend=fused)):
-        train_step(model, call, x)
+        train_step(model, x, call)
     report = pk.conversion_report(model)
     assert len(report.fused) == len(report) - 1
     with pytest.raises(RuntimeError):
@@ -91,7 +83,7 @@ def test_a_reverted_model_equals_one_that_was_never_converted():
     pk.revert(model).load_state_dict(plain.state_dict())
     assert attributes_of(model) == attributes_of(plain)
     for m in (model, plain):
-        computed = train_step(m, compiled(m), x)
+        computed = train_step(m, x, compiled(m))
         with torch.no_grad():
             computed += [compiled(m.eval())(x), torch.export.export(m, (x,)).module()(x)]
         found.append({str(i): t for i, t in enumerate(computed)})

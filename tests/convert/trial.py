@@ -80,11 +80,7 @@ def assert_alike(subject: Subject, name: object = "") -> Trial:
 def run(own: Subject, seed: int, is_converted: bool, noise: float = 0.0) -> Trial:
     """Builds a model, converted or not, and calls it three times.
 
-    Args:
-        own: the model.
-        seed: seed of weights, inputs, and generators that the model uses.
-        is_converted: whether the model runs converted or within `pk.fuse`.
-        noise: relative change of the inputs and the weights.
+    `noise` is a relative change of the inputs and the weights.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -363,6 +359,15 @@ def _compare_values(path: str, a: Tensor, b: Tensor, scale: float) -> list[str]:
 def tensors_of(model: nn.Module, outputs: Sequence[Tensor]) -> list[Tensor | None]:
     """Returns outputs, gradients of the parameters, and buffers."""
     return [*outputs, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def train_step(model: nn.Module, x: Tensor, call: Callable | None = None) -> list[Tensor | None]:
+    """Returns `tensors_of` a training step; its forward is `call`, or the model's."""
+    torch.manual_seed(0)  # of dropout
+    model.zero_grad()
+    y = model(x) if call is None else call(x)
+    y.square().mean().backward()
+    return tensors_of(model, (y,))
 
 
 class Copies(TorchDispatchMode):
