@@ -169,7 +169,6 @@ def norm(s: Scope, channels: int) -> str:
 
 
 def relu(s: Scope) -> str:
-    """An activation."""
     found = [m.path for m in s.modules if m.kind == "relu"]
     if found and s.chance(0.3):
         return f"self.{s.choice(found)}({{}})"
@@ -399,16 +398,15 @@ def autograd(s: Scope) -> None:
     if kind == "hook":
         with s.block("if h.requires_grad:"):
             s.write(choose(s, vocabulary.TENSOR_HOOKS))
-    elif kind == "checkpoint":
+    elif kind in ("checkpoint", "nested", "again"):
         block = s.module("block", f"{block_class(s, False)}()", s.channels, True)
-        s.write(f"h = checkpoint({block}, h, use_reentrant={s.chance(0.3)})")
-    elif kind == "nested":
-        block = s.module("block", f"{block_class(s, False)}()", s.channels, True)
-        inner = f"lambda t: checkpoint({block}, t * 1, use_reentrant={s.chance(0.3)}) * 1"
-        s.write(f"h = checkpoint({inner}, h, use_reentrant={s.chance(0.3)})")
-    elif kind == "again":
-        child = s.module("block", f"{block_class(s, False)}()", s.channels, True)
-        s.write(f"h = parts.Again.apply(h, {child}, *{child}.parameters())")
+        inner = block
+        if kind == "nested":
+            inner = f"lambda t: checkpoint({block}, t * 1, use_reentrant={s.chance(0.3)}) * 1"
+        if kind == "again":
+            s.write(f"h = parts.Again.apply(h, {block}, *{block}.parameters())")
+        else:
+            s.write(f"h = checkpoint({inner}, h, use_reentrant={s.chance(0.3)})")
     elif kind == "free":
         s.write("h = parts.Free.apply(h * 1.0)")
     else:
@@ -448,7 +446,6 @@ def errors(s: Scope) -> None:
 
 
 def child(s: Scope) -> None:
-    """A child of a new class."""
     block = s.module("block", f"{block_class(s, True)}()", s.channels, True)
     s.write(choose(s, vocabulary.CALLS_OF_CHILDREN, m=block))
 
@@ -481,16 +478,7 @@ STATEMENTS: list[Callable[[Scope], None]] = [
 
 
 def statement(s: Scope) -> None:
-    """Writes a random statement."""
     s.choice([unit, unit, *STATEMENTS])(s)
-
-
-def setup(p: "Program", modules: list[Module]) -> str:
-    """Returns a change of the model."""
-    m = p.choice(modules)
-    own = getattr(vocabulary, f"{m.kind.upper()}_SETTINGS", vocabulary.SETTINGS)
-    texts = [own, vocabulary.SETTINGS, f"net.$m.{choose(p, vocabulary.HOOKS)}"]
-    return choose(p, p.choice(texts), m=m.path, channels=m.channels)
 
 
 class Program:
@@ -563,10 +551,12 @@ class Program:
         return in_dimensions(text, self.dims)
 
     def _setups(self, modules: list[Module]) -> list[str]:
-        """Returns changes of the model, or `pass`."""
         lines = []
         while self.chance(0.35):
-            lines.append(setup(self, modules))
+            m = self.choice(modules)
+            own = getattr(vocabulary, f"{m.kind.upper()}_SETTINGS", vocabulary.SETTINGS)
+            texts = [own, vocabulary.SETTINGS, f"net.$m.{choose(self, vocabulary.HOOKS)}"]
+            lines.append(choose(self, self.choice(texts), m=m.path, channels=m.channels))
         return lines or ["pass"]
 
     def _modules(self, scope: Scope) -> list[Module]:
@@ -609,5 +599,4 @@ def in_dimensions(text: str, dims: int) -> str:
 
 
 def program(seed: int, has_any_norm: bool = False, dims: int = 2) -> str:
-    """Returns the source of a random model, with batch norms and ReLUs or with any."""
     return Program(seed, has_any_norm, dims).text()
