@@ -153,15 +153,6 @@ def test_a_network_of_grouped_bottlenecks_equals_the_plain_one(backend):
     check(network, plain_copy(network), {"x": torch.randn(2, 3, 8, 8)}, draws=1)
 
 
-@on_cpu
-def test_evaluation_after_training_equals_the_plain_network(backend):
-    network = pk.preact_resnet(8)
-    for _ in range(3):
-        network(torch.randn(4, 3, 16, 16))
-    network.eval()
-    check(network, plain_copy(network), {"x": torch.randn(4, 3, 16, 16)}, draws=1)
-
-
 def test_plain_networks_are_made_of_plain_modules():
     network = pk.preact_resnet(20, fused=False)
     assert all(type(stage) is torch.nn.Sequential for stage in network.stages)
