@@ -17,7 +17,7 @@ from preact_kernels.conversion import execution
 from testbed import published_models as foreign
 from tests.convert.models import Block, Chain, small
 from tests.convert.random_model_parts import SaveAndSquare, triple
-from tests.convert.trial import Copies, Subject, assert_alike, facts, tensors_of
+from tests.convert.trial import Copies, Subject, assert_alike, facts
 
 # True from torch 2.15 on: what such a function saves becomes plain when it is read.
 IS_APPLIED_IN_C = not hasattr(torch.autograd.Function.apply, "__code__")
@@ -317,30 +317,6 @@ def test_removed_hooks_open_no_region():
         m._forward_hooks.clear()
     assert type(model(images())) is torch.Tensor
     assert type(F.batch_norm(images(), None, None, training=True)) is torch.Tensor
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("has_relu", [True, False])
-def test_converted_modules_that_a_checkpoint_calls_run_fused(has_relu, use_reentrant):
-    """Running statistics are updated once, even if nothing fuses."""
-
-    class Checkpoints(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block() if has_relu else nn.Sequential(nn.BatchNorm2d(4), nn.SELU())
-
-        def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(self.block, x * 1, use_reentrant=use_reentrant)
-
-    model, x, found = Checkpoints().double(), torch.randn(2, 4, 6, 6).double(), []
-    plain = copy.deepcopy(model.block)
-    for m in (pk.convert(model), plain):
-        leaf = x.clone().requires_grad_()
-        y = m(leaf)
-        y.square().sum().backward()
-        found.append(tensors_of(m, (y, leaf.grad)))
-    torch.testing.assert_close(*found)
-    assert bool(pk.conversion_report(model).fused) is has_relu
 
 
 # Rule 8: threads.
