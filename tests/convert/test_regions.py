@@ -17,7 +17,7 @@ from preact_kernels.conversion import execution
 from testbed import published_models as foreign
 from tests.convert.models import Block, Chain, small
 from tests.convert.random_model_parts import SaveAndSquare, triple
-from tests.convert.trial import Copies, Subject, assert_alike, facts
+from tests.convert.trial import Copies, Subject, assert_alike
 
 # True from torch 2.15 on: what such a function saves becomes plain when it is read.
 IS_APPLIED_IN_C = not hasattr(torch.autograd.Function.apply, "__code__")
@@ -254,27 +254,6 @@ def test_a_weight_that_was_freed_raises():
         with pytest.raises(RuntimeError, match=r"freed|not allocated"):
             y.sum().backward()
         block.bn.weight.untyped_storage().resize_(size)
-
-
-HOOKED = {"norm": "0.0", "relu": "0.1", "conv": "0.2", "block": "0"}
-
-
-@pytest.mark.parametrize("name", HOOKED.values(), ids=HOOKED)
-def test_hooks_see_what_they_see_in_plain_pytorch(name):
-    def note(*values):
-        subject.log.append(facts(values))
-
-    def add_hooks(net):
-        module = net.get_submodule(name)
-        module.register_forward_pre_hook(lambda m, args: note(args, args[0].view(2, -1)))
-        module.register_forward_hook(lambda m, args, y: note(y, y.view(2, -1)))
-        module.register_full_backward_hook(lambda m, dx, dy: note(dx, dy))
-
-    def block():
-        return Chain(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
-
-    subject = Subject(lambda: Chain(block(), block()), after=add_hooks)
-    assert_alike(subject)
 
 
 @pytest.mark.parametrize("is_before", [True, False])

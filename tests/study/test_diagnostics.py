@@ -358,9 +358,6 @@ def measured(model, loss_of=None, **options):
     return diagnostics.measure(model, lambda y, _: loss_of(y), *batch(), **options)
 
 
-X, _ = batch()
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -373,19 +370,15 @@ X, _ = batch()
         (
             lambda m: measured(m, lambda y: y.detach().sum()),
             ValueError,
-            "model: expected a loss that depends on parameters, got a constant",
+            "model: .* got a constant",
         ),
+        (lambda m: measured(m, blocks={"b": nn.ReLU()}), ValueError, "blocks: .* the model calls"),
         (
-            lambda m: measured(m, blocks={"other": nn.ReLU()}),
-            ValueError,
-            "blocks: expected blocks that the model calls",
-        ),
-        (
-            lambda m: diagnostics.identity_test(m, X, blocks={"stem": m.stem}),
+            lambda m: diagnostics.identity_test(m, batch()[0], blocks={"stem": m.stem}),
             ValueError,
             "blocks: expected blocks with a last_conv, got Conv2d as 'stem'",
         ),
-        (lambda m: diagnostics.histograms(m, X, limit=-1.0), ValueError, "limit: expected a posi"),
+        (lambda m: diagnostics.histograms(m, None, limit=-1.0), ValueError, "limit: expected a p"),
     ],
 )
 def test_wrong_arguments_are_named(call, error, message):
