@@ -82,20 +82,6 @@ def test_a_checkpoint_around_a_model_that_checkpoints(inner, outer, levels, memo
         assert len(fused) == 2 + calls_module
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_norm_that_runs_plain_counts_and_updates_as_often(use_reentrant):
-    net = pk.convert(Checkpoints(use_reentrant, False).double())
-    x = torch.randn(2, 4, 6, 6).double().requires_grad_()
-    inputs = []
-    net.blocks[1].bn.register_forward_pre_hook(lambda m, args: inputs.append(args[0].detach()))
-    checkpoint(net, x, use_reentrant=use_reentrant).sum().backward()
-    bn, expected = net.blocks[1].bn, nn.BatchNorm2d(4).double()
-    for _ in range(int(bn.num_batches_tracked)):
-        expected(inputs[0])
-    torch.testing.assert_close(bn.running_mean, expected.running_mean)
-    torch.testing.assert_close(bn.running_var, expected.running_var)
-
-
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])
 def test_a_selective_checkpoint_of_norms_that_run_plain(policy):
     """It refuses operators that the forward did not call."""
