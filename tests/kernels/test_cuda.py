@@ -1,8 +1,9 @@
-"""What is particular to the CUDA kernels: vectors, grids, schedules, partial sums, addresses.
+"""What is particular to the CUDA kernels: vectors, grids, schedules, addresses, norms with rows.
 
 Without a GPU they run on the host (`testbed/cuda_on_host/`), by the same sources.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -15,11 +16,18 @@ import torch
 
 import preact_kernels as pk
 from preact_kernels.kernels import cuda, reference
-from preact_kernels.kernels.contract import Norm
+from preact_kernels.kernels.contract import Gradient, Inputs, Norm, Wanted
 from testbed.cuda_on_host import build, serve_cpu
-from tests.cases import device_of
-from tests.kernels.cuda_conv_cases import kernels, on_host, set_schedule
-from tests.kernels.op_cases import OPS, arguments, check_ops, random_images, run
+from tests.cases import device_of, unit_of
+from tests.kernels.cuda_conv_cases import (
+    Case,
+    backward_inputs,
+    conv,
+    kernels,
+    on_host,
+    set_schedule,
+)
+from tests.kernels.op_cases import NORM_OPS, OPS, arguments, check_ops, random_images, run
 from tests.oracle import assert_same_bits, unit_roundoff
 
 if serve_cpu.missing():
@@ -27,6 +35,7 @@ if serve_cpu.missing():
 
 DEVICE = torch.device(device_of("cuda"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALL_ROWS = "mean var weight bias"
 # Channels: one; vectors of no dtype; of float32 alone; of all; more than a block takes at a time.
 # The last number is how many elements memory is off from where it is aligned.
 CASES = (
@@ -54,41 +63,28 @@ def on_cuda(poisoned_memory):
 
 @pytest.mark.parametrize(("dtype", "shape", "offset"), CASES, ids=str)
 def test_every_op_equals_its_specification(dtype, shape, offset):
-    check_ops(arguments(shape, dtype, offset=offset))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_op_in_evaluation_mode_equals_its_specification(dtype):
-    check_ops(arguments((2, 24, 5, 3), dtype, 0.0))
+    for inv_count in (None, 0.0):
+        check_ops(arguments(shape, dtype, inv_count, offset))
 
 
 @on_host
-@pytest.mark.parametrize("multiprocessors", [1, 3, 40])
-def test_any_number_of_blocks_in_any_order_gives_the_same_bits(multiprocessors):
-    given = arguments((4, 48, 17, 9), torch.bfloat16)
+@pytest.mark.parametrize(
+    ("ops", "rows", "activation", "multiprocessors"),
+    [
+        (OPS, "", "relu", 1),
+        (OPS, "", "relu", 40),
+        (NORM_OPS, "", "silu", 8),
+        (NORM_OPS, ALL_ROWS, "silu", 8),
+    ],
+)
+def test_blocks_in_any_order_give_the_same_bits(ops, rows, activation, multiprocessors):
+    given = arguments((3, 44, 29, 25), torch.bfloat16, None, 0, rows, activation)
     serve_cpu.set_schedule(0, multiprocessors)
-    expected = check_ops(given)
-    for seed in (1, 2):
-        serve_cpu.set_schedule(seed, multiprocessors)
-        for op in OPS:
-            found = run(kernels(), op, given)
-            assert_same_bits(found, {name: expected[name] for name in found})
-
-
-def test_in_evaluation_mode_what_is_not_finite_in_x_does_not_spread():
-    given = arguments((2, 16, 3, 5), torch.float32, 0.0)
-    given.x[0, 3] = float("inf")
-    dx = kernels().norm_input_gradient(given.gradient)
-    assert dx.isfinite().all()
-
-
-def test_no_gradient_passes_where_the_rounded_pre_activation_is_zero():
-    given = arguments((2, 16, 3, 5), torch.float16, 0.0)
-    norm = given.norm._replace(weight=torch.full((16,), 1e-9), bias=torch.zeros(16))
-    given = given._replace(norm=norm, step=given.step._replace(norm=norm))
-    g, sums = kernels().norm_act_backward(*given[:3], True)
-    dx = kernels().norm_input_gradient(given.gradient_without_skip, activated=True)
-    assert not g.any() and not sums.any() and not dx.any()
+    expected = check_ops(given, ops)
+    serve_cpu.set_schedule(1, multiprocessors)
+    for op in ops:
+        found = run(kernels(), op, given)
+        assert_same_bits(found, {name: expected[name] for name in found})
 
 
 @pytest.mark.parametrize("at", [0, 77])
@@ -103,23 +99,6 @@ def test_an_outlier_costs_no_accuracy_wherever_it_is(at):
     assert (var - true_var).norm() <= allowed * true_var.norm()
 
 
-@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
-def test_the_mean_of_what_is_not_finite_is_that_of_pytorch(value):
-    x = random_images((2, 17, 9, 8), torch.float32)
-    x[1, 3, 4, 4] = value
-    mean, var = kernels().bn_stats(x)
-    true_mean, true_var = reference.bn_stats(x)
-    torch.testing.assert_close(mean, true_mean, equal_nan=True)
-    assert torch.equal(var.isfinite(), true_var.isfinite())
-
-
-def test_the_mean_of_a_constant_is_that_constant():
-    x = torch.full((5, 3, 19, 17), 0.1).contiguous(memory_format=torch.channels_last)
-    mean, var = kernels().bn_stats(x)
-    assert torch.equal(mean, torch.full((3,), 0.1))
-    assert (var.sqrt() <= 1e-8).all()
-
-
 def test_what_the_kernels_cannot_read_is_refused():
     given = arguments((2, 16, 3, 5), torch.float32)
     with pytest.raises(RuntimeError, match="x: expected dtype float32, bfloat16 or float16"):
@@ -130,6 +109,72 @@ def test_what_the_kernels_cannot_read_is_refused():
         kernels().residual_add_forward(given.x, given.x.half(), False)
     with pytest.raises(RuntimeError, match=r"mean: expected shape \[16\], got \[8\]"):
         kernels().norm_act_forward(given.x, given.norm._replace(mean=given.norm.mean[:8]))
+
+
+def test_no_gradient_passes_where_an_activation_is_constant_even_if_dy_is_infinite():
+    x = torch.tensor([-7.0, -1.0] * 32).view(1, 1, 1, -1)
+    zero, one = torch.zeros(1), torch.ones(1)
+    for name in ("relu", "relu6"):
+        norm = Norm(zero, one, one.view(1, 1), zero, 0.0, name)  # with a row
+        g, _ = kernels().norm_act_backward(torch.full_like(x, torch.inf), x, norm, True)
+        assert not g.any()
+
+
+@on_host
+def test_more_images_than_a_grid_may_have_take_several_launches():
+    shape = (65535 + 3, 4, 1, 2)
+    found = []
+    with serve_cpu.without_running(lambda launch: found.append((launch.name, launch.blocks))):
+        given = arguments(shape, torch.float32, None, 0, "weight", "silu")
+        for op in NORM_OPS:
+            run(kernels(), op, given)
+        kernels().group_stats(given.x, 2)
+    images = [(name, blocks[2]) for name, blocks in found if name != "fill_zeros"]
+    names = "norm_act_forward", "norm_act_backward_mask", "norm_input_gradient", "group_stats"
+    assert set(images) == set(itertools.product(names, (65535, 3)))
+
+
+@on_host
+def test_the_blocks_that_add_up_an_image_do_not_depend_on_the_batch():
+    set_schedule(0, 8)
+    found = {}
+    for images in (1, 7):
+        with serve_cpu.without_running(
+            lambda launch, images=images: found.setdefault((images, launch.name), launch.blocks[:2])
+        ):
+            given = arguments((images, 20, 41, 31), torch.float32, None, 0, ALL_ROWS, "silu")
+            kernels().norm_act_backward(*given[:3], True)
+            kernels().group_stats(given.x, 2)
+    for name in ("norm_act_backward_mask", "group_stats"):
+        assert found[1, name] == found[7, name] and found[1, name][0] > 1
+
+
+CASE = Case(3, 5, 7, 64, 16, 1)
+
+
+def test_a_fused_convolution_takes_the_gradient_of_a_norm_with_rows():
+    given = backward_inputs(CASE, torch.bfloat16)
+    step = given.dy.step
+    n, k = step.x.shape[:2]
+    norm = step.norm._replace(mean=torch.randn(n, k) / 3, weight=torch.randn(n, k))
+    step = step._replace(norm=norm, sums=torch.randn(2, n, k), inv_count=1 / 35)
+    dy = Gradient(given.dy.g, step)
+    unit = unit_of(given.conv_weight, conv(CASE), torch.bfloat16, torch.bfloat16)
+    assert kernels().serves(unit)
+    inputs = Inputs(given.x, given.norm, given.conv_weight)
+    whole = kernels().norm_input_gradient(dy)
+    expected = kernels().norm_act_conv_backward(unit, Gradient(whole), inputs, Wanted(True, True))
+    found = kernels().norm_act_conv_backward(unit, dy, inputs, Wanted(True, True, True))
+    assert_same_bits(found._asdict(), expected._replace(dy=whole)._asdict())
+
+
+def test_a_fused_convolution_refuses_rows_and_other_activations():
+    x, weight = random_images((2, 16, 3, 5), torch.bfloat16), torch.randn(16, 16, 1, 1).bfloat16()
+    ops = torch.ops.preact_kernels_cuda
+    for rows, activation in (("", "silu"), ("weight", "relu")):
+        norm = arguments((2, 16, 3, 5), torch.bfloat16, rows=rows, activation=activation).norm
+        with pytest.raises(RuntimeError, match="activation: expected relu without rows"):
+            ops.norm_act_conv_forward(x, *norm, weight, [1, 1], None, None, False, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -241,3 +286,13 @@ def test_tensors_of_more_than_two_to_the_31_elements_are_addressed_right():
         assert torch.equal(y[part], x[part].relu())
     mean, var = kernels().bn_stats(x)
     assert (mean.abs() < 1e-3).all() and ((var - 1).abs() < 1e-3).all()
+
+
+@needs_gpu
+@pytest.mark.not_under_sanitizer
+def test_the_last_of_many_images_are_computed():
+    given = arguments((65535 + 3, 4, 1, 2), torch.float32, None, 0, ALL_ROWS, "silu")
+    check_ops(given, NORM_OPS)
+    found, expected = (k.group_stats(given.x, 2) for k in (kernels(), reference))
+    for t, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(t, right)
