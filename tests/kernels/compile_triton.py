@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -320,6 +321,39 @@ def launch_conv(task: Task) -> None:
             kernels.norm_act_conv_backward(unit, Gradient(y), inputs, wanted)
 
 
+def run_of_blocks(
+    sides: Sequence[tuple[int, int, int]],
+    blocks: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    image: Callable[[int, torch.dtype], torch.Tensor],
+    weight: Callable[..., torch.Tensor],
+    vector: Callable[[int], torch.Tensor],
+) -> tuple[BlockRun, list[torch.Tensor]]:
+    """A run with all statistics, and the inputs of its units.
+
+    Args:
+        sides: output channels, input channels and kernel size of the units of a block.
+        blocks: how many.
+        dtypes: of the products, and of the residual stream.
+        image: makes an activation of so many channels and of a dtype.
+        weight: makes a weight of a shape.
+        vector: makes a parameter or statistic of a norm.
+    """
+    dtype, stream = dtypes
+    between = [stream, *[dtype] * (len(sides) - 1), stream]  # dtypes between units
+    units, parameters, inputs, statistics = [], [], [], []
+    for index, (out_channels, in_channels, side) in enumerate(blocks * sides):
+        place = index % len(sides)
+        conv_weight = weight(out_channels, in_channels, side, side)
+        conv = Conv((1, 1), (side // 2, side // 2), (1, 1), 1)
+        units.append(unit_of(conv_weight, conv, dtype, *between[place : place + 2]))
+        bn_weight, bn_bias, mean, var = (vector(in_channels) for _ in range(4))
+        parameters.append(Parameters(bn_weight, bn_bias, conv_weight))
+        inputs.append(image(in_channels, between[place]))
+        statistics.append(Statistics(mean, var))
+    return BlockRun(units[: len(sides)], parameters, [1e-5] * len(units), statistics), inputs
+
+
 def launch_run(task: Task) -> None:
     """A run of two blocks in training mode, forward and backward, with and without rebuilding.
 
@@ -330,21 +364,17 @@ def launch_run(task: Task) -> None:
     sides = [(width, channels, 3), (channels, width, 3)]
     if channels != width:
         sides = [(width, channels, 1), (width, width, 3), (channels, width, 1)]
-    units, parameters, inputs, statistics = [], [], [], []
     stream = task.stream or task.dtype
     x = images(channels, stream, side_of_image)
-    dtypes = [stream, *[task.dtype] * (len(sides) - 1), stream]  # between units
-    for index, (out_channels, in_channels, side) in enumerate(2 * sides):
-        norm = empty_norm(in_channels)
-        weight = torch.empty(out_channels, in_channels, side, side, dtype=stream, device="meta")
-        conv = Conv((1, 1), (side // 2, side // 2), (1, 1), 1)
-        place = index % len(sides)
-        units.append(unit_of(weight, conv, task.dtype, *dtypes[place : place + 2]))
-        parameters.append(Parameters(norm.weight, norm.bias, weight))
-        inputs.append(images(in_channels, dtypes[place], side_of_image))
-        statistics.append(Statistics(norm.mean, norm.var))
-    run = BlockRun(units[: len(sides)], parameters, [1e-5] * len(units), statistics)
-    of_batch = run._replace(statistics=[statistics[0], *[None] * (len(statistics) - 1)])
+    run, inputs = run_of_blocks(
+        sides,
+        2,
+        (task.dtype, stream),
+        partial(images, side=side_of_image),
+        partial(torch.empty, dtype=stream, device="meta"),
+        partial(torch.empty, device="meta"),
+    )
+    of_batch = run._replace(statistics=[run.statistics[0], *[None] * (len(inputs) - 1)])
     kernels.block_run_forward(of_batch, x, RunWanted(True, [True, True], True))
     kernels.block_run_backward(run, Gradient(x), inputs, None)
     if task.dtype == torch.bfloat16:
@@ -358,19 +388,17 @@ def counted_bytes(launch: Launch) -> int:
     blocks = launch.constants.get("BLOCKS")
     if not isinstance(blocks, ConvBlocks) or "SHAPE" not in launch.constants:
         return SHARED_BYTES[launch.task.capability]
-    shape = launch.constants["SHAPE"]
-    tensors = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+    x, dy = launch.argument("x"), launch.argument("dy")
     if launch.kernel.__name__ == "norm_act_conv_backward_weight_kernel":
-        count, (dy, x, _) = weight_bytes, tensors["units"][0]
+        count, (dy, x, _) = weight_bytes, launch.argument("units")[0]
         products = min(dy.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
     else:
-        x, products = tensors["x"], tensors["conv_weight"].dtype
+        products = launch.argument("conv_weight").dtype
         if launch.kernel.__name__ == "norm_act_conv_forward_kernel":
-            count, dy = forward_bytes, tensors["y"]
+            count, dy = forward_bytes, launch.argument("y")
         else:
-            count, dy = input_bytes, tensors["dy"].step.x
-            dy = tensors["dy"].g if dy is None else dy
-    weight = torch.empty(shape[:4], device="meta")
+            count, dy = input_bytes, dy.g if dy.step.x is None else dy.step.x
+    weight = torch.empty(launch.constants["SHAPE"][:4], device="meta")
     unit = unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1), products, x.dtype, dy.dtype)
     return count(blocks, unit)
 
@@ -395,9 +423,8 @@ class Compiled(NamedTuple):
 
     capability: int
     kernel: str
-    shape: str  # the first that needs the kernel
-    dtype: str
-    options: str
+    task: str  # the first that needs the kernel
+    constants: str
     warps: int
     registers: int
     stack_bytes: int
@@ -415,36 +442,19 @@ class Compiled(NamedTuple):
 def row(launch: Launch) -> Compiled:
     """Compiles a kernel, and reports on it."""
     task, constants = launch.task, launch.constants
-    if isinstance(task.shape, Block):
-        shape = "run of {}, {}".format(*task.shape)
-    elif isinstance(task.shape, str):
-        has_rows = launch.argument("rows") is not None
-        shape = f"{task.shape}{' with rows' if has_rows else ''} {constants.get('CHANNELS', '')}"
-    else:
-        activation = () if task.activation == "relu" else (task.activation,)
-        shape = " ".join(("x".join(map(str, task.shape or ())), *activation))
-    dtype = str(task.dtype).removeprefix("torch.")
-    dtype += ("" if task.tf32 else " ieee") + (" with float32" if task.stream else "")
     try:
         compiled = launch.compile()
     except Exception as error:
-        where = f"sm_{task.capability} {shape} {dtype}"
-        raise RuntimeError(f"{launch.kernel.__name__} does not compile for {where}") from error
+        raise RuntimeError(f"{launch.kernel.__name__} does not compile for {task}") from error
     registers, stack_bytes = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     blocks = constants["BLOCKS"]._asdict() if "BLOCKS" in constants else constants
-    options = {
-        n.lower().removeprefix("block_").removeprefix("num_"): value
-        for n, value in blocks.items()
-        if n.lower().startswith("block_") or n.endswith("_stages")
-    }
     warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
     return Compiled(
         capability=task.capability,
         kernel=launch.kernel.__name__,
-        shape=shape,
-        dtype=dtype,
-        options=" ".join(f"{n}={value}" for n, value in options.items()),
+        task=str(task),
+        constants=" ".join(f"{n}={value}" for n, value in constants.items()),
         warps=warps,
         registers=registers,
         stack_bytes=stack_bytes,
@@ -537,7 +547,7 @@ def faults(rows: Sequence[Compiled], stack_bytes: int = 0) -> list[str]:
     """What fails the run: see the top of this file."""
     wrong = []
     for r in rows:
-        where = f"sm_{r.capability} {r.kernel} {r.shape} {r.dtype} {r.options}"
+        where = f"{r.kernel}, {r.task}, {r.constants}"
         if not r.shared_bytes <= r.counted_bytes <= SHARED_BYTES[r.capability]:
             needed = f"{r.shared_bytes} bytes of shared memory, {r.counted_bytes} counted"
             wrong.append(f"{where}: {needed}")
