@@ -5,7 +5,6 @@ The budget is that of tests/kernels/cuda_conv_cases.py.
 
 import copy
 import itertools
-import os
 from contextlib import nullcontext
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
-from preact_kernels.kernels import cuda, pytorch_conv
+from preact_kernels.kernels import cuda
 from preact_kernels.kernels.contract import Conv, Gradient, Wanted
 from preact_kernels.ops import dispatch
 from tests.cases import (
@@ -48,26 +47,11 @@ from tests.oracle import (
     unit_roundoff,
 )
 
-pytestmark = pytest.mark.usefixtures("on_gpu_backend")
-
-
-def _backends(*names: str, slow: str = ""):
-    """Parametrises a test by backends, skipped where missing; `slow` is slow without a GPU."""
-    cases = []
-    for name in names:
-        (row,) = (b for b in dispatch.BACKENDS if b.name == name)
-        reason = f"backend {name}: {row.load_error()}"
-        marks = [pytest.mark.skipif(not row.is_available(), reason=reason)]
-        is_slow = name == slow and DEVICE == "cpu"
-        cases.append(pytest.param(name, marks=marks + [pytest.mark.slow] * is_slow))
-    return pytest.mark.parametrize("backend", cases)
-
-
-on_cuda = _backends("cuda")
-# compute-sanitizer is for the CUDA library.
-_NAMES = ("cuda",) if os.environ.get("PK_SANITIZER") else ("cuda", "triton")
-on_gpu_backends = _backends(*_NAMES)
-quick_on_cuda = _backends(*_NAMES, slow="triton")
+pytestmark = [
+    pytest.mark.backends("cuda", "triton"),
+    pytest.mark.usefixtures("backend", "first_schedule"),
+]
+quick_on_cuda = pytest.mark.backends("cuda", slow=("triton",))
 CHANNELS = {"basic": 16, "bottleneck": 64}  # their 3x3 convolutions have 16 channels
 
 
@@ -129,7 +113,6 @@ def check_case(case: Case, inputs: Forward | Backward, options):
     return cuda_conv.check_case(case, inputs, options, Fused(kernels()))
 
 
-@on_gpu_backends
 @pytest.mark.covering(2, triton=1)
 @cuda_conv.cases_and_dtypes(
     *TYPICAL, Case(1, 6, 7, 64, 256, 1), Case(2, 3, 5, 32, 32, 3), Case(2, 7, 7, 64, 64, 3),
@@ -146,7 +129,6 @@ def test_both_directions_keep_the_budget(case, dtype, side):
     assert found["dy"].dtype == (torch.float32 if side == "output" else dtype)
 
 
-@on_gpu_backends
 @pytest.mark.covering(2, triton=1)
 @either_side
 @pytest.mark.parametrize(
@@ -177,7 +159,6 @@ def test_neither_schedules_nor_where_tensors_begin_change_a_bit(side):
     assert_same_bits(call(kernels(), case, moved(arriving), ALL), expected[1])
 
 
-@on_gpu_backends
 def test_units_of_other_dtypes_are_left_to_pytorch():
     f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
     served = {  # dtypes of the products, x, y and the weight
@@ -203,7 +184,7 @@ def test_units_of_other_dtypes_are_left_to_pytorch():
     assert {dtypes: is_served(*dtypes) for dtypes in served} == served
 
 
-@on_cuda
+@pytest.mark.backends("cuda")
 def test_the_library_names_what_it_does_not_take(monkeypatch):
     monkeypatch.setattr(cuda.CUDAKernels, "serves", lambda *_: True)
     case = TYPICAL[0]
@@ -217,10 +198,10 @@ def test_the_library_names_what_it_does_not_take(monkeypatch):
         (float32_g, ALL, "g: expected the dtype of the convolution"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            call(kernels(), case, inputs, options)
+            call(cuda.kernels(), case, inputs, options)
 
 
-@on_cuda
+@pytest.mark.backends("cuda")
 @pytest.mark.parametrize("side", [1, 3])
 def test_the_library_refuses_the_dtypes_that_are_not_served(side, monkeypatch):
     serves = cuda.CUDAKernels.serves
@@ -234,11 +215,11 @@ def test_the_library_refuses_the_dtypes_that_are_not_served(side, monkeypatch):
             (Forward(x, given.norm, weight, y), False),
             (Backward(Gradient(y), x, given.norm, weight), Wanted(True, True)),
         ):
-            is_served = serves(kernels(), unit(case, inputs, dtype))
+            is_served = serves(cuda.kernels(), unit(case, inputs, dtype))
             message = "^(x|dtype|conv_weight|residual, g, step_x): expected (the dtype|that) of "
             refusal = pytest.raises(RuntimeError, match=message)
             with nullcontext() if is_served else refusal:
-                call(kernels(), case, inputs, options, dtype)
+                call(cuda.kernels(), case, inputs, options, dtype)
 
 
 def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
@@ -246,24 +227,6 @@ def bare_stage(kind: str, count: int, **options) -> pk.PreActStage:
     blocks = [random_block(kind, CHANNELS[kind], 16) for _ in range(count)]
     stage = pk.PreActStage(blocks, residual_dtype=torch.float32, **options)
     return in_dtype(stage, torch.bfloat16).to(DEVICE)
-
-
-@quick_on_cuda
-def test_a_compiled_stage_calls_no_convolution_of_pytorch(monkeypatch):
-    stage = bare_stage("bottleneck", 2, memory="rebuild")
-    inputs = {"x": torch.randn(2, 64, 5, 4, device=DEVICE)}
-    expected = evaluate(stage, inputs)
-    torch._dynamo.reset()
-    compiled = torch.compile(stage, fullgraph=True, backend="aot_eager")
-
-    def refuse(*_):
-        raise AssertionError("a convolution of PyTorch")
-
-    for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
-        monkeypatch.setattr(pytorch_conv, name, refuse)
-    found = evaluate(compiled, inputs)
-    assert found["y"].dtype == torch.float32
-    assert_same_bits({n.replace("_orig_mod.", ""): t for n, t in found.items()}, expected)
 
 
 @pytest.mark.covering(1)
@@ -336,7 +299,6 @@ def between_streams(
     return (given, True), (arriving, ALL)
 
 
-@on_gpu_backends
 @pytest.mark.parametrize(
     ("channels", "half", "weight_dtype"),
     [
@@ -357,7 +319,6 @@ def test_a_lone_unit_between_tensors_of_the_stream(channels, half, weight_dtype)
 
 
 @pytest.mark.covering(1)
-@on_gpu_backends
 @pytest.mark.parametrize("case", TYPICAL, ids=str)
 @pytest.mark.parametrize("half", HALVES, ids=cuda_conv.dtype_name)
 @pytest.mark.parametrize("stream", [None, "input", "output"])
@@ -388,7 +349,6 @@ class Casts(TorchDispatchMode):
 
 
 @pytest.mark.covering(1, triton=0)
-@on_gpu_backends
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 @pytest.mark.parametrize(
     ("x_dtype", "stream"),

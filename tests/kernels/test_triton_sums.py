@@ -118,23 +118,6 @@ def test_exact_sums_of_infinities_and_nan():
     assert torch.equal(found[0, 6:], torch.full((10,), 3.0, dtype=torch.float64))
 
 
-def test_statistics_of_large_means():
-    deviation = torch.randn(8, 16, 33, 31)
-    x = (deviation + 1000).contiguous(memory_format=torch.channels_last)
-    mean, var = kernels.bn_stats(x)
-    truth = reference.bn_stats(x.double())
-    torch.testing.assert_close(mean.double(), truth.mean, rtol=1e-7, atol=0)
-    torch.testing.assert_close(var.double(), truth.var, rtol=1e-6, atol=0)
-
-
-def test_the_mean_of_a_constant_is_that_constant():
-    values = torch.tensor([3.0, 0.1, -1e4])
-    x = values.view(1, 3, 1, 1).repeat(5, 1, 19, 17).contiguous(memory_format=torch.channels_last)
-    mean, var = kernels.bn_stats(x)
-    assert torch.equal(mean, values)
-    assert (var.sqrt() <= 1e-7 * values.abs()).all()
-
-
 def test_a_first_tile_far_from_the_others_leaves_the_statistics_right():
     x = torch.randn(8, 16, 32, 32)
     x[0] += 1000  # the pivot is the mean of these
