@@ -216,10 +216,11 @@ def poisoned_memory():
     was_filling = torch.utils.deterministic.fill_uninitialized_memory
     is_watched = os.environ.get("PK_SANITIZER") == "initcheck"  # set by `make check-gpu`
     torch.utils.deterministic.fill_uninitialized_memory = not is_watched
-    # On a GPU some operators of plain PyTorch have no deterministic algorithm.
-    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+    # `torch.use_deterministic_algorithms` imports TorchInductor, which takes seconds. On a GPU some
+    # operators of plain PyTorch have no deterministic algorithm.
+    torch._C._set_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = was_filling
 
 

@@ -4,6 +4,7 @@
 forks when it has collected the tests, before the library has chosen an instruction set.
 """
 
+import importlib
 import itertools
 import os
 import sys
@@ -113,7 +114,7 @@ class EachInstructionSet:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
-        torch.use_deterministic_algorithms(False)  # imports what takes seconds, for all children
+        importlib.import_module("torch._dynamo")  # takes seconds: once, and not in each child
         for isa in sys.argv[1:]:
             child = os.fork()
             if not child:
@@ -131,4 +132,6 @@ if __name__ == "__main__":
     files.append(f"tests/{ROUTES}")
     options = ["-q", "-x", "-m", "not slow", "-k", f"{_NOT_CPU} and not ({_OF_PARTS})"]
     options += [f"-pno:{name}" for name in ("xdist", "cacheprovider")]
-    sys.exit(pytest.main([*options, *files], plugins=[EachInstructionSet()]))
+    status = pytest.main([*options, *files], plugins=[EachInstructionSet()])
+    sys.stdout.flush()
+    os._exit(status)  # an orderly end takes a second in each child

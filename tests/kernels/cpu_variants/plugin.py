@@ -18,8 +18,6 @@ from tests.kernels.each_instruction_set import differing
 LIBRARY = Path(os.environ["PK_CPU_LIBRARY"])
 native.PACKAGE = LIBRARY.parent  # read when the library is loaded
 serve_cpu.install = lambda: False  # the CUDA library is not tested, and takes minutes to compile
-# Without the import of TorchInductor, which takes 10 s under a sanitizer.
-torch.use_deterministic_algorithms = torch._C._set_deterministic_algorithms
 REPORTS = Path(os.environ["PK_REPORTS"])
 RUNTIMES = [Path(runtime) for runtime in os.environ["PK_RUNTIMES"].split()]
 
