@@ -166,11 +166,10 @@ def results_of_images(given):
     return [{n: t[:, i] if t.dim() == 3 else t[i] for n, t in of_batch.items()} for i in images]
 
 
-@pytest.mark.parametrize("channels", [20, 11])
-def test_an_image_has_the_same_bits_alone_and_beside_nan(channels, backend):
+def test_an_image_has_the_same_bits_alone_and_beside_nan(backend):
     set_schedule(0, 8)
     size = (41, 31) if backend != "triton" else (13, 15)  # several blocks an image
-    given = arguments((3, channels, *size), torch.float32, None, 0, ALL_ROWS, "silu")
+    given = arguments((3, 20, *size), torch.float32, None, 0, ALL_ROWS, "silu")
     clean = results_of_images(given)
     (alone,) = results_of_images(given.image(2))
     assert_same_bits(clean[2], alone)
@@ -209,17 +208,6 @@ def test_group_stats_equal_their_specification(shape, groups, dtype, offset, bac
     assert_same_bits({n: t[-1:] for n, t in found.items()}, alone)
 
 
-def test_the_mean_of_a_constant_group_is_its_value(backend):
-    """Channels of a group in several vectors, pixels in several tiles, the last of few pixels."""
-    values = torch.tensor([0.1, 1e15, -3e-39])
-    for groups in (1, 3, 24):
-        x, count = random_images((3, 24, 37, 29), torch.float32), 24 // groups
-        x[:, :count] = values.view(3, 1, 1, 1)
-        mean, var = kernels().group_stats(x, groups)
-        assert torch.equal(mean[:, :count], values.view(3, 1).expand(3, count))
-        assert (var[:, :count].sqrt() <= 1e-8 * values.abs().view(3, 1)).all()
-
-
 def test_a_large_mean_and_an_outlier_cost_no_accuracy(backend):
     x = random_images((2, 8, 64, 64), torch.float32)
     x[0] += 1000
@@ -229,18 +217,3 @@ def test_a_large_mean_and_an_outlier_cost_no_accuracy(backend):
     allowed = 64 * unit_roundoff(torch.float32)
     assert ((mean - true_mean).abs() <= allowed * true_mean.abs().clamp(min=1)).all()
     assert ((var - true_var).abs() <= allowed * true_var).all()
-
-
-@pytest.mark.parametrize(("value", "channel"), [(-INF, 4), (NAN, 5)])
-def test_what_is_not_finite_stays_in_its_image_and_group(value, channel, backend):
-    x = random_images((3, 12, 31, 33), torch.float32)
-    clean = kernels().group_stats(x, 3)
-    x[1, channel, 3, 4] = value
-    found = kernels().group_stats(x, 3)
-    own = torch.zeros(3, 12, dtype=torch.bool)
-    own[1, 4:8] = True
-    for t, of_clean in zip(found, clean, strict=True):
-        assert_same_bits({"others": t[~own]}, {"others": of_clean[~own]})
-    if backend != "triton":  # which gives NaN for an infinite mean
-        assert torch.equal(found.mean[own].isnan(), x[1, 4:8].mean().isnan().expand(4))
-    assert not found.mean[own].isfinite().any() and found.var[own].isnan().all()

@@ -8,7 +8,6 @@ import torch
 
 import preact_kernels as pk
 from preact_kernels.kernels import cpu
-from preact_kernels.kernels.contract import Conv, Epilogue, Gradient, Inputs, Norm, Wanted
 from tests.cases import (
     INF,
     NAN,
@@ -16,7 +15,6 @@ from tests.cases import (
     conv2d_inside_the_image,
     conv_inputs,
     plain_bn_relu_conv2d,
-    unit_of,
 )
 from tests.oracle import (
     assert_same_bits,
@@ -276,38 +274,6 @@ def test_threads_change_no_activation_and_no_input_gradient(case, value):
     assert_same_bits(found[2], found[0])
 
 
-def test_statistics_and_rows_of_images_served_and_not():
-    """In one strip: of the output, and of a norm with a row for each image."""
-    inputs, dy = conv_inputs(SMALL_IMAGES), torch.randn(33, 48, 4, 6)
-    x, weight = inputs["x"].contiguous(memory_format=torch.channels_last), inputs["conv_weight"]
-    x[5] = -1.0  # the ReLU returns zeros
-    dy[6] = 0.0
-    rows = [torch.rand(33, 64) + 0.5 for _ in range(4)]
-    rows[0][5] = rows[3][5] = 0.0
-    given = Inputs(x, Norm(*rows, 0.0), weight)
-    unit = unit_of(weight, Conv((1, 1), (1, 1), (1, 1), 1))._replace(has_rows=True)
-    output = cpu.kernels().norm_act_conv_forward(unit, given, Epilogue(with_stats=True))
-    y = output.y.double()
-    torch.testing.assert_close(
-        output.statistics.mean.double(), y.mean((0, 2, 3)), rtol=1e-6, atol=1e-6
-    )
-    variance = y.var((0, 2, 3), correction=0)
-    torch.testing.assert_close(output.statistics.var.double(), variance, rtol=1e-6, atol=0)
-    dy = dy.contiguous(memory_format=torch.channels_last)
-    found = cpu.kernels().norm_act_conv_backward(unit, Gradient(dy), given, Wanted(True, True))
-    mean, var, scale, shift = (t.double()[:, :, None, None] for t in rows)
-    xhat = (x.double() - mean) / var.sqrt()
-    p, wide = (xhat * scale + shift).requires_grad_(), weight.double().requires_grad_()
-    truth = torch.nn.functional.conv2d(p.relu(), wide, padding=1)
-    g, dweight = torch.autograd.grad(truth, (p, wide), dy.double())
-    sums = torch.stack([g.sum((2, 3)), (g * xhat).sum((2, 3))])
-    torch.testing.assert_close(y, truth.detach(), rtol=1e-4, atol=1e-5)
-    for ours, exact in ((found.g, g), (found.sums, sums), (found.conv_weight, dweight)):
-        torch.testing.assert_close(
-            ours.double(), exact, rtol=1e-4, atol=1e-5 * float(exact.abs().max())
-        )
-
-
 def test_an_image_does_not_depend_on_others():
     inputs = conv_inputs(SMALL_IMAGES)
     y = pk.bn_relu_conv2d(**inputs, training=False, **SMALL_IMAGES.conv)
@@ -324,11 +290,3 @@ def test_negated_weights_negate_every_bit(case):
     y = pk.bn_relu_conv2d(**inputs, training=False, **case.conv)
     inputs["conv_weight"] = -inputs["conv_weight"]
     assert same_bits(-pk.bn_relu_conv2d(**inputs, training=False, **case.conv), y)
-
-
-def test_small_integers_are_exact():
-    x = torch.randint(-8, 9, IMAGES.x).float()
-    weight = torch.randint(1, 9, (48, 32, 3, 3)) * (2.0 * torch.randint(0, 2, (48, 32, 3, 3)) - 1)
-    inputs = exact_inputs(x, weight)
-    y = pk.bn_relu_conv2d(**inputs, **EXACT)
-    assert torch.equal(y, plain_bn_relu_conv2d(**inputs, **EXACT))

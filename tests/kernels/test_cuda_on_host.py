@@ -241,26 +241,3 @@ def test_a_stray_access_is_caught_by_the_sanitizer(variant):
         assert process.returncode != 0
         assert "AddressSanitizer: heap-buffer-overflow" in process.stderr
         assert "stray_kernel" in process.stderr
-
-
-PRETEND_A_GPU = """
-import torch
-torch.cuda.is_available = lambda: True
-torch.cuda.get_device_capability = lambda device=None: (9, 0)
-from preact_kernels.kernels import cuda
-cuda.load_library = lambda name: "no library"
-from tests import conftest
-from testbed.cuda_on_host import serve_cpu
-print(serve_cpu.install(), serve_cpu.missing())
-(skipped,) = (p for p in conftest._missing() if p.id == "cuda")
-print(*(mark.args[0] for mark in skipped.marks))
-"""
-
-
-def test_on_a_gpu_machine_nothing_runs_on_the_host_in_place_of_the_library():
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    process = run_python(PRETEND_A_GPU, env=env)
-    assert process.stdout.splitlines() == [
-        "False no library",
-        "backend cuda is not available: no library",
-    ], process.stderr
