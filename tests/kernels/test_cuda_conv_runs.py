@@ -14,7 +14,6 @@ from preact_kernels.kernels.contract import (
     Statistics,
     Wanted,
 )
-from preact_kernels.ops.blocks import Span, Stage
 from testbed.cuda_on_host import serve_cpu
 from tests.cases import in_dtype, random_block, random_stage, recorded_calls, unit_by_unit
 from tests.kernels.cuda_conv_cases import (
@@ -29,7 +28,7 @@ from tests.kernels.cuda_conv_cases import (
     set_schedule,
     unit,
 )
-from tests.oracle import assert_same_bits, evaluate, gradient_like
+from tests.oracle import assert_same_bits, evaluate
 
 pytestmark = pytest.mark.usefixtures("fused_convolutions")
 
@@ -232,61 +231,3 @@ def test_stages_of_other_sizes_give_those_bits(name, width, shape):
     count, *size = shape
     stage, x = stage_of(bottlenecks(width, 2), dtypes), images(dtypes, count, 4 * width, *size)
     assert_bits_of_units(stage, x)
-
-
-@pytest.mark.parametrize(
-    ("name", "where", "value"),
-    [
-        ("bfloat16", "x", torch.nan),
-        ("float32", "dy", torch.inf),
-        ("float16_stream", "x", -torch.inf),
-    ],
-)
-def test_what_is_not_finite_gives_those_bits(name, where, value):
-    """In evaluation mode a value that is not finite spreads to its neighbours alone."""
-    dtypes = DTYPES[name]
-    stage = stage_of(bottlenecks(16), dtypes).eval()
-    x = images(dtypes, 2, 64, 9, 11)
-    given = {"x": x, "dy": gradient_like(x)}
-    given[where][0, 5, 3, 4] = value
-    given[where][1, 17, 8, 10] = value
-    found = assert_bits_of_units(stage, x, given["dy"])
-    assert not all(t.isfinite().all() for t in found.values())
-    assert found["dx"].isfinite().any()
-
-
-@pytest.mark.parametrize("dtypes", [*DTYPES.values()][:3], ids=[*DTYPES][:3])
-def test_no_gradient_passes_activations_that_are_rounded_to_zero(dtypes):
-    """It passes the next greater ones. The output of the batch norm is its bias."""
-    stage = stage_of(bottlenecks(16, 2), dtypes).eval()
-    info = torch.finfo(dtypes[0])
-    least = info.smallest_normal * info.eps
-    if dtypes[0] == torch.float32:
-        least *= 2**13  # TF32 operands have 13 bits fewer
-    bn = stage[1].bn1
-    with torch.no_grad():
-        stage[0].conv3.weight.zero_()
-        bn.weight.fill_(1)
-        bn.bias.copy_((torch.tensor([0.25, 0.5, 0.75, 1, 2]) * least).repeat(13)[:64])
-        bn.running_mean.zero_()
-        bn.running_var.fill_(1 - bn.eps)
-    assert_bits_of_units(stage, torch.zeros_like(images(dtypes, 2, 64, 9, 11)))
-
-
-@on_host
-def test_blocks_of_different_widths_in_one_run(monkeypatch):
-    """They are not planned as one run; the library runs them correctly as one."""
-    blocks = [random_block("bottleneck", 64, 16, base_width=w) for w in (64, 128, 64)]
-    stage, x = stage_of(blocks, BFLOAT16), images(BFLOAT16, 2, 64, 9, 8)
-    with pk.use_backend("cuda"):
-        expected = evaluate(stage, {"x": x})
-
-    def one_span(stage, begin, runnable, keeps, keeps_units):
-        end = begin + len(keeps)
-        return [Span(begin, end, True, tuple(keeps), keeps_units)] if keeps else []
-
-    monkeypatch.setattr(Stage, "spans", one_span)
-    calls = recorded_calls(kernels(), "block_run_backward", monkeypatch)
-    with pk.use_backend("cuda"):
-        assert_same_bits(evaluate(stage, {"x": x}), expected)
-    assert len(calls) == 1

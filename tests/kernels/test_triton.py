@@ -205,48 +205,6 @@ def test_padding_takes_no_part_in_the_gradient_of_the_weight(
     assert torch.equal(found.conv_weight.isinf(), expected.isinf())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "x_dtype"),
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
-        (torch.float16, torch.float32),
-    ],
-    ids=["bfloat16", "float16", "float32_stream"],
-)
-@pytest.mark.parametrize("in_one_pass", [True, False])
-def test_relu_is_that_of_the_rounded_pre_activation(in_one_pass, dtype, x_dtype, monkeypatch):
-    """p = x * norm.weight underflows, overflows, lies halfway between numbers, and is NaN."""
-    replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
-    eps, least, largest = (getattr(torch.finfo(dtype), n) for n in ("eps", "tiny", "max"))
-    least *= eps
-    values = [0.25, 0.5, 0.5 + eps, 0.75, 1, 1.5, 3, 0, -0.0, -0.25, -0.5, -0.5 - eps, -1, -2]
-    scales = [least, -least, 1 + eps / 2, 1 + 3 * eps / 2, -1, 1 / 3, largest, 1]
-    x = torch.tensor([*values, 7, -7]).repeat(16, 1)
-    x[14, 3], x[15, 4], x[15, 5] = torch.nan, torch.inf, -torch.inf
-    x = x.view(1, 16, 4, 4).to(x_dtype, memory_format=torch.channels_last)
-    weight = torch.eye(16, dtype=dtype)[..., None, None]
-    unit = unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1), dtype, x_dtype, dtype)
-    zero, one = torch.zeros(16), torch.ones(16)
-    inputs = Inputs(x, Norm(zero, one, torch.tensor(2 * scales), zero, 0.0), weight)
-
-    p = (x.float() * inputs.norm.weight.view(16, 1, 1)).to(x_dtype)
-    a = torch.where(p <= 0, 0.0, p).to(dtype).double().flatten(2)[0]  # [channels, pixels]
-    y = kernels.norm_act_conv_forward(unit, inputs, Epilogue()).y
-    expected = weight.double().flatten(1) @ a
-    equal = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
-    equal(y.double().flatten(2)[0], expected)
-
-    def gradients(dy):
-        dy = Gradient(dy.to(dtype).contiguous(memory_format=torch.channels_last))
-        return kernels.norm_act_conv_backward(unit, dy, inputs, Wanted(input=True, weight=True))
-
-    equal(gradients(torch.ones_like(x)).g.float(), torch.where(p <= 0, 0.0, 1.0))
-    # Pixel k has a gradient in output channel k alone: no sum over pixels is rounded.
-    found = gradients(torch.eye(16).view(1, 16, 4, 4)).conv_weight
-    equal(found.double().flatten(1), torch.eye(16).double() @ a.t())
-
-
 def plain_stage(kind="bottleneck", channels=17, blocks=3, **options):
     """Blocks without projections. Every batch norm has another eps."""
     width = channels // 4 if kind == "bottleneck" else channels
