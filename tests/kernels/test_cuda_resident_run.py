@@ -333,15 +333,10 @@ def test_256_blocks_are_served_where_shared_memory_holds_them():
             serve_cpu.set_most_shared_bytes()
 
 
-def first_in_float16(name):
-    """Damage: the first tensor of a list is in another dtype."""
-    return lambda a: a[name].insert(0, a[name].pop(0).half())
-
-
-# Damage to the arguments of the op, and how its message begins.
+# Damage to the arguments of the op, and how its message begins: what it checks itself, and one of
+# each check that it shares with `block_run_forward`.
 WRONG = {
     "dtype": (lambda a: a.update(dtype=torch.float32), "dtype: "),
-    "dtype of x": (lambda a: a.update(dtype=torch.float16), "x: "),
     "units of a block": (lambda a: a.update(units_per_block=6), "units_per_block: "),
     "no units": (
         lambda a: a.update(bn_weights=[], bn_biases=[], conv_weights=[], eps=[]),
@@ -349,16 +344,10 @@ WRONG = {
     ),
     "channels of x": (lambda a: a.update(x=nhwc(a["x"][:, :64])), "x: "),
     "image of x": (lambda a: a.update(x=nhwc(a["x"][..., :7])), "x: "),
-    "no image": (lambda a: a.update(x=a["x"][:0]), "x: "),
     "many images": (lambda a: a.update(x=nhwc(a["x"].repeat(200, 1, 1, 1))), "x: "),
-    "planar x": (lambda a: a.update(x=a["x"].contiguous()), "x: "),
     "shape of a weight": (lambda a: a["conv_weights"].reverse(), "conv_weights: "),
-    "dtype of a weight": (first_in_float16("conv_weights"), "conv_weights: "),
     "shape of a norm": (lambda a: a["bn_weights"].reverse(), "bn_weights|means, .*"),
-    "dtype of a norm": (first_in_float16("bn_biases"), "bn_biases"),
     "all statistics": (lambda a: a.update(means=[VALUES] * 6, variances=[VALUES] * 6), "means: "),
-    "shape of a mean": (lambda a: a.update(means=[VALUES[1:]], variances=[VALUES]), "means"),
-    "one variance": (lambda a: a.update(variances=[VALUES]), "variances: "),
     "few eps": (lambda a: a["eps"].pop(), "eps: "),
     "a block that is not there": (lambda a: a.update(kept_blocks=[0, 2]), "kept_blocks: "),
 }
@@ -394,16 +383,13 @@ WRONG_BACKWARD = {
     "shape of g": (lambda a: a.update(g=nhwc(a["g"][..., :7])), "g: "),
     "part of a step": (lambda a: a.update(skip=a["g"]), "skip: "),
     "a block that is rebuilt": (lambda a: a.update(kept_blocks=[0]), "kept_blocks: "),
-    "blocks in no order": (lambda a: a.update(kept_blocks=[1, 0]), "kept_blocks: "),
     "an output": (lambda a: a.update(y=a["g"]), "y: "),
     "a negated weight": (lambda a: a.update(negated=a["conv_weights"][:1]), "negated: "),
     "no pixels": (lambda a: a.update(inv_count=0.0), "inv_count: "),
     "few inputs": (lambda a: a["inputs"].pop(), "inputs: "),
     "shape of an input": (lambda a: a["inputs"].reverse(), "inputs: "),
-    "dtype of an input": (first_in_float16("inputs"), "inputs: "),
     "few means": (lambda a: (a["means"].pop(), a["variances"].pop()), "means: "),
     "shape of a mean": (lambda a: a["means"].reverse(), "means: "),
-    "shape of a weight": (lambda a: a["conv_weights"].reverse(), "conv_weights: "),
 }
 
 
