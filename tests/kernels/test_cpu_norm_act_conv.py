@@ -13,10 +13,9 @@ from preact_kernels.kernels.contract import (
     Gradient,
     Inputs,
     Norm,
-    Unit,
     Wanted,
 )
-from tests.cases import INF, NAN
+from tests.cases import INF, NAN, unit_of
 from tests.oracle import same_bits, unit_roundoff
 
 pytestmark = [
@@ -58,12 +57,12 @@ def problem(conv, dtype, activation, rows):
     kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
     x = nhwc(torch.randn(shape) + 0.5).to(dtype)
     tables = [torch.rand(shape[:2] if r else shape[1:2]) + 0.5 for r in (rows[0], *rows)]
-    weight_shape = (out_channels, shape[1], *kernel)
-    weight = (torch.randn(weight_shape) / (shape[1] * kernel[0] * kernel[1]) ** 0.5).to(dtype)
+    weight = (
+        torch.randn(out_channels, shape[1], *kernel) / (shape[1] * kernel[0] * kernel[1]) ** 0.5
+    ).to(dtype)
     padding = kernel[0] // 2, kernel[1] // 2
-    geometry = Conv((stride, stride), padding, (1, 1), 1)
-    rest = x.device, dtype, dtype, dtype, dtype, True, None, activation, any(rows)
-    unit = Unit(weight_shape, geometry, *rest)
+    unit = unit_of(weight, Conv((stride, stride), padding, (1, 1), 1))
+    unit = unit._replace(activation=activation, has_rows=any(rows))
     return unit, Inputs(x, Norm(*tables, 1e-3, *activation), weight)
 
 

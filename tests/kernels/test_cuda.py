@@ -177,46 +177,36 @@ def test_a_fused_convolution_refuses_rows_and_other_activations():
             ops.norm_act_conv_forward(x, *norm, weight, [1, 1], None, None, False, torch.bfloat16)
 
 
+HEADER = Path(build.ROOT, "csrc/host/tensors.h").read_text()
+(OF_TORCH_2_11,) = re.findall(r'fail\(kDevice, " (out of memory\..*)"\);', HEADER)
+
+
 @pytest.mark.parametrize(
-    ("message", "expected"),
+    ("message", "takes_work", "expected"),
     [
-        ("CUDA out of memory. Tried to allocate 2.00 GiB.", torch.OutOfMemoryError),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", False, torch.OutOfMemoryError),
         (  # of `backend:cudaMallocAsync`
             "Allocation on device 0 would exceed allowed memory. (out of memory)",
+            False,
             torch.OutOfMemoryError,
         ),
-        ("x: expected a CUDA tensor", RuntimeError),
+        (f"CUDA {OF_TORCH_2_11}", True, torch.OutOfMemoryError),
+        (f"CUDA {OF_TORCH_2_11}", False, RuntimeError),  # torch does not say what failed
+        ("x: expected a CUDA tensor", True, RuntimeError),
     ],
 )
-def test_an_op_that_runs_out_of_memory_raises_the_error_of_pytorch(message, expected):
+def test_an_op_that_runs_out_of_memory_raises_the_error_of_pytorch(
+    message, takes_work, expected, monkeypatch
+):
     def op(x):
         raise RuntimeError(message)
 
+    monkeypatch.setattr(cuda, "_takes_work", lambda: takes_work)
     ops = cuda.LibraryOps(types.SimpleNamespace(op=types.SimpleNamespace(default=op)))
     for _ in range(2):
         with pytest.raises(RuntimeError) as raised:
             ops.op.default(1)
         assert type(raised.value) is expected and str(raised.value) == message
-
-
-@pytest.mark.parametrize(
-    ("takes_work", "expected"), [(True, torch.OutOfMemoryError), (False, RuntimeError)]
-)
-def test_an_allocation_that_failed_for_another_reason_is_no_lack_of_memory(
-    takes_work, expected, monkeypatch
-):
-    """torch 2.11 does not say what failed."""
-    header = Path(build.ROOT, "csrc/host/tensors.h").read_text()
-    (end,) = re.findall(r'fail\(kDevice, " (out of memory\..*)"\);', header)
-
-    def op():
-        raise RuntimeError(f"CUDA {end}")
-
-    monkeypatch.setattr(cuda, "_takes_work", lambda: takes_work)
-    ops = cuda.LibraryOps(types.SimpleNamespace(op=types.SimpleNamespace(default=op)))
-    with pytest.raises(RuntimeError) as raised:
-        ops.op.default()
-    assert type(raised.value) is expected
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):

@@ -205,17 +205,6 @@ def test_a_dependent_launch_that_does_not_wait_is_an_error(planted):
         assert re.fullmatch(f"third: {message}", found), (variant, seed)
 
 
-def run_python(code, *arguments, env):
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=build.ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 # Without torch, which takes seconds to import there.
 STRAY = """
 import ctypes, sys
@@ -229,11 +218,13 @@ assert (arrays[1] == 1).all()
 
 @pytest.mark.parametrize("variant", range(4))
 def test_a_stray_access_is_caught_by_the_sanitizer(variant):
-    process = run_python(
-        STRAY,
-        build.build("planted", sanitize=True),
-        variant,
+    library = build.build("planted", sanitize=True)
+    process = subprocess.run(
+        [sys.executable, "-c", STRAY, str(library), str(variant)],
         env=os.environ | build.sanitizer_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if variant == 0:
         assert process.returncode == 0, process.stderr

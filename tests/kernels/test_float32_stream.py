@@ -186,23 +186,6 @@ def test_units_of_other_dtypes_are_left_to_pytorch():
 
 
 @pytest.mark.backends("cuda")
-def test_the_library_names_what_it_does_not_take(monkeypatch):
-    monkeypatch.setattr(cuda.CUDAKernels, "serves", lambda *_: True)
-    case = TYPICAL[0]
-    forward = forward_inputs(case, torch.bfloat16)
-    backward = backward_inputs(case, torch.bfloat16)
-    float32_g = with_stream(backward, "output")
-    float32_g = float32_g._replace(dy=float32_g.dy._replace(g=float32_g.dy.g.float()))
-    double = forward._replace(residual=forward.residual.double())
-    for inputs, options, message in (
-        (double, True, "residual: expected dtype float32, bfloat16 or float16"),
-        (float32_g, ALL, "g: expected the dtype of the convolution"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call(cuda.kernels(), case, inputs, options)
-
-
-@pytest.mark.backends("cuda")
 @pytest.mark.parametrize("side", [1, 3])
 def test_the_library_refuses_the_dtypes_that_are_not_served(side, monkeypatch):
     serves = cuda.CUDAKernels.serves
