@@ -245,7 +245,7 @@ check-gpu:
 	    compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    $(PYTHON) -m pytest -q -rfEs --tb short -p no:cacheprovider -p no:xdist \
 	    -m "not slow and not not_under_sanitizer" tests/kernels/test_cuda.py \
-	    tests/kernels/test_cuda_conv*.py tests/kernels/test_float32_stream.py \
+	    tests/kernels/test_cuda_conv*.py tests/kernels/test_gpu_conv.py \
 	    $(ARGS) || failed="$$failed $$tool (exit status $$?)"; \
 	done; test -z "$$failed" || { echo "not passed:$$failed; 124 and 137 are out of time" >&2; exit 1; }
 

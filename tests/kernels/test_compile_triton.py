@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from testbed.cuda_programs import cuobjdump
-
 triton = pytest.importorskip("triton")
 
 
@@ -57,11 +55,3 @@ def test_launches_of_known_kernels_are_those_that_triton_would_choose():
         first, *_, other, again = lookups
         assert other < first  # some launches are for any number of blocks
         assert again == 4  # one for each affine step of a caller
-
-
-def test_a_program_of_the_toolkit_does_not_stand_in_for_that_of_triton(monkeypatch, tmp_path):
-    of_toolkit = tmp_path / "cuobjdump"
-    of_toolkit.touch(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert cuobjdump() == str(of_toolkit)
-    assert Path(cuobjdump(of_triton=True)).is_relative_to(Path(triton.__file__).parent)

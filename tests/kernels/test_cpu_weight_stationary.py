@@ -1,6 +1,5 @@
 """Convolutions of the CPU library with large weights and few activations."""
 
-import itertools
 import math
 from functools import partial
 
@@ -102,20 +101,12 @@ def test_the_limits_of_the_library():
     assert is_stationary(x, large) and not is_stationary(x, small)
 
 
-# `make test` runs each case in one dtype.
-QUICK = [*zip(CASES, itertools.cycle((torch.bfloat16, torch.float32)))]
-PROBLEMS = [
-    pytest.param(p, id=f"{p[0].name}-{p[1]}", marks=[pytest.mark.slow] * (p not in QUICK))
-    for p in itertools.product(CASES, (torch.float32, torch.bfloat16))
-]
-
-
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nhwc_weight", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.covering(1)
-def test_forward_and_backward(problem, training, nhwc_weight):
-    case, dtype = problem
+def test_forward_and_backward(training, nhwc_weight, dtype, case):
     inputs = conv_inputs(case, dtype)
     if nhwc_weight:
         weight = inputs["conv_weight"]

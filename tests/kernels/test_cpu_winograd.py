@@ -1,6 +1,5 @@
 """3x3 convolutions of the CPU library by Winograd's minimal filtering (kernels/winograd.h)."""
 
-import itertools
 from functools import partial
 
 import pytest
@@ -130,19 +129,14 @@ def test_weight_gradients_are_by_minimal_filtering():
     torch.testing.assert_close(found, exact, rtol=0, atol=2.0**8)
 
 
-# `make test` runs each case in one dtype.
-QUICK = [*zip(CASES, itertools.cycle((torch.float32, torch.float32, torch.float16)))]
-PROBLEMS = [
-    pytest.param(p, id=f"{p[0].name}-{p[1]}", marks=[pytest.mark.slow] * (p not in QUICK))
-    for p in itertools.product(CASES, DTYPES)
-]
-
-
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "dtype",  # some processors multiply bfloat16 otherwise
+    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.covering(1)
-def test_forward_and_backward(problem, training):
-    case, dtype = problem
+def test_forward_and_backward(training, dtype, case):
     check_conv([conv_inputs(case, dtype)], training=training, **case.conv)
 
 

@@ -229,7 +229,7 @@ def test_a_machine_without_a_gpu_is_refused(monkeypatch):
 def test_under_the_sanitizer_the_tests_of_the_kernels_pass():
     build.build("kernels", sanitize=True)
     folder = Path(__file__).parent
-    files = [__file__, *folder.glob("test_cuda_conv*.py"), folder / "test_float32_stream.py"]
+    files = [__file__, *folder.glob("test_cuda_conv*.py"), folder / "test_gpu_conv.py"]
     command = ["-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-m"]
     process = subprocess.run(
         [sys.executable, *command, "not slow and not not_under_sanitizer", *map(str, files)],

@@ -25,10 +25,10 @@ from tests.cases import (
 )
 from tests.oracle import (
     assert_same_bits,
+    assert_within_budget,
     check,
     evaluate,
     same_bits,
-    weight_gradient_inside_the_image,
 )
 
 if "triton" not in pk.available_backends():
@@ -41,6 +41,7 @@ from triton.backends.compiler import GPUTarget
 from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import (
+    Activation,
     AffineStep,
     Conv,
     Epilogue,
@@ -61,6 +62,7 @@ from preact_kernels.kernels.triton.norm_act_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.weight_gradient import WeightGradientLaunch
 from tests.kernels.compile_triton import replace
 from tests.kernels.cuda_conv_cases import LOW_NAN, RoundedOperands, as_tf32
+from tests.kernels.op_cases import NORM_OPS, arguments, random_images, run
 
 DEVICE = torch.device(device_of("triton"))
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
@@ -174,35 +176,6 @@ def test_a_deferred_step_gives_the_bits_of_the_whole_gradient(
     found = kernels.norm_act_conv_backward(unit, dy, *rest)
     expected = kernels.norm_act_conv_backward(unit, whole, *rest)
     assert_same_bits(found._asdict(), expected._asdict())
-
-
-# In half precision: the gradients of x and of the weight in one pass.
-@pytest.mark.parametrize(
-    ("channels", "out_channels", "dtype"),
-    [(16, 16, torch.bfloat16), (32, 24, torch.bfloat16), (16, 16, torch.float32)],
-)
-def test_padding_takes_no_part_in_the_gradient_of_the_weight(
-    channels, out_channels, dtype, monkeypatch
-):
-    replace(monkeypatch, "costs_less_apart", lambda *_: False)
-    x, dy = torch.randn(2, channels, 9, 5), torch.randn(2, out_channels, 9, 5)
-    for changed, first in ((x, 3), (dy, 7)):
-        changed[-1, first, 0, 0] = torch.inf
-        changed[0, first + 2, -1, -1] = torch.nan
-    x, dy = (t.to(dtype).contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    norm = random_norm(channels)
-    norm.weight.abs_()
-    weight = torch.randn(out_channels, channels, 3, 3).to(dtype)
-    unit = unit_of(weight, Conv((1, 1), (1, 1), (1, 1), 1), dtype)
-    inputs = Inputs(x, norm, weight)
-    found = kernels.norm_act_conv_backward(unit, Gradient(dy), inputs, Wanted(True, True))
-    wide = Norm(*(t.double() for t in norm[:4]), norm.eps)
-    a = reference.norm_act_forward(x.double(), wide)
-    expected = weight_gradient_inside_the_image(a, dy.double())
-    assert not expected.isfinite().all()
-    assert expected.isfinite().any()
-    assert torch.equal(found.conv_weight.isnan(), expected.isnan())
-    assert torch.equal(found.conv_weight.isinf(), expected.isinf())
 
 
 def plain_stage(kind="bottleneck", channels=17, blocks=3, **options):
@@ -539,3 +512,61 @@ def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():
         del h
         kept[in_one_pass] = alive() is not None
     assert kept == {True: False, False: True}
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_pixels_beyond_an_image_take_no_part_in_sums(rows):
+    """There, and only there, p is so large that its gradient is not a number."""
+    size = (2, 3) if rows else (3,)
+    mean, one = torch.full(size, 1e20), torch.ones(size)
+    norm = Norm(mean, one, one, one, 0.0, "gelu_tanh")
+    dy = random_images((2, 3, 5, 1), torch.float32)
+    x = torch.full_like(dy, 1e20)
+    g, sums = kernels.norm_act_backward(dy, x, norm, True)
+    torch.testing.assert_close(sums[0], g.sum((2, 3) if rows else (0, 2, 3)))
+
+
+def test_wide_addresses_change_no_bit_of_images(monkeypatch):
+    given = arguments((2, 10, 9, 17), torch.float32, rows="mean var bias", activation="silu")
+
+    def results():
+        found = kernels.group_stats(given.x, 5)._asdict()
+        for op in NORM_OPS:
+            found |= run(kernels, op, given)
+        return found
+
+    expected = results()
+    replace(monkeypatch, "needs_int64", lambda *_: True)
+    assert_same_bits(results(), expected)
+
+
+@pytest.mark.parametrize("activation", [Activation("leaky_relu", 0.2), Activation("identity")])
+@pytest.mark.parametrize(("kernel", "in_one_pass"), [(1, True), (3, False)])
+def test_fused_convolutions_of_other_activations(activation, kernel, in_one_pass, monkeypatch):
+    replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
+    given = arguments((2, 10, 9, 5), torch.float32)
+    dy, weight = random_images((2, 20, 9, 5), torch.float32), torch.randn(20, 10, kernel, kernel)
+    geometry = Conv((1, 1), (kernel // 2, kernel // 2), (1, 1), 1)
+
+    def results(k, dtype):
+        norm = Norm(*given.to(dtype).norm[:5], *activation)
+        unit = unit_of(weight.to(dtype), geometry)._replace(activation=activation)
+        inputs = Inputs(given.x.to(dtype), norm, weight.to(dtype))
+        gradients = k.norm_act_conv_backward(
+            unit, Gradient(dy.to(dtype)), inputs, Wanted(True, True)
+        )
+        y = k.norm_act_conv_forward(unit, inputs).y
+        found = {"y": y, **gradients._asdict()}
+        return {name: t for name, t in found.items() if t is not None}
+
+    truth, eager = results(reference, torch.float64), results(reference, torch.float32)
+    errors = {name: float((t.double() - truth[name]).norm()) for name, t in eager.items()}
+    assert_within_budget(results(kernels, torch.float32), truth, errors)
+
+
+def test_which_activations_a_fused_convolution_serves():
+    weight = torch.empty(20, 10, 1, 1)
+    unit = unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1))
+    for name, is_served in (("leaky_relu", True), ("identity", True), ("silu", False)):
+        assert kernels.serves(unit._replace(activation=Activation(name))) == is_served
+    assert not kernels.serves(unit._replace(has_rows=True))

@@ -1,4 +1,4 @@
-"""A float32 residual stream, or float32 weights, mixed with half precision, on both GPU backends.
+"""Fused convolutions of both GPU backends, above all with a float32 stream or float32 weights.
 
 The budget is that of tests/kernels/cuda_conv_cases.py.
 """
@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
-from preact_kernels.kernels import cuda
+from preact_kernels.kernels import cuda, reference
 from preact_kernels.kernels.contract import Conv, Epilogue, Gradient, Inputs, Norm, Wanted
 from preact_kernels.ops import dispatch
 from tests.cases import (
@@ -46,6 +46,7 @@ from tests.oracle import (
     evaluate,
     plain_copy,
     unit_roundoff,
+    weight_gradient_inside_the_image,
 )
 
 pytestmark = [
@@ -319,6 +320,35 @@ def test_float32_weights_are_rounded_on_the_way(case, half, stream):
             assert_same_bits(found, expected)
 
 
+def in_one_pass_on_triton(monkeypatch, in_one_pass):
+    """Whether one kernel of Triton computes the gradients of x and of the weight."""
+    if dispatch.current() == "triton":
+        from tests.kernels.compile_triton import replace
+
+        replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
+
+
+@cuda_conv.cases_and_dtypes(
+    *(Case(2, 9, 5, 16, 16, 3), Case(1, 8, 16, 32, 32, 3), Case(1, 9, 5, 64, 64, 3)),
+    dtypes=(torch.bfloat16, torch.float32),
+)
+def test_padding_takes_no_part_in_the_gradient_of_the_weight(case, dtype, monkeypatch):
+    in_one_pass_on_triton(monkeypatch, True)
+    inputs = backward_inputs(case, dtype, "none")
+    inputs.norm.weight.abs_()
+    for tensor, channel in ((inputs.x, 3), (inputs.dy.g, 7)):
+        tensor[-1, channel, 0, 0] = torch.inf
+        tensor[0, channel + 2, -1, -1] = torch.nan
+    found = call(kernels(), case, inputs, Wanted(True, True))["conv_weight"]
+    wide = cuda_conv.mapped(inputs, torch.Tensor.double)
+    a = reference.norm_act_forward(wide.x, wide.norm)
+    expected = weight_gradient_inside_the_image(a, wide.dy.g)
+    for name in ("isnan", "isinf", "isfinite"):
+        selected = getattr(expected, name)()
+        assert selected.any()
+        assert torch.equal(getattr(found, name)(), selected), name
+
+
 @pytest.mark.parametrize(
     ("dtype", "x_dtype"),
     [
@@ -331,10 +361,7 @@ def test_float32_weights_are_rounded_on_the_way(case, half, stream):
 @pytest.mark.parametrize("in_one_pass", [True, False])
 def test_relu_is_that_of_the_rounded_pre_activation(in_one_pass, dtype, x_dtype, monkeypatch):
     """p = x * norm.weight underflows, overflows, lies halfway between numbers, and is NaN."""
-    if dispatch.current() == "triton":
-        from tests.kernels.compile_triton import replace
-
-        replace(monkeypatch, "costs_less_apart", lambda *_: not in_one_pass)
+    in_one_pass_on_triton(monkeypatch, in_one_pass)
     eps, least, largest = (getattr(torch.finfo(dtype), n) for n in ("eps", "tiny", "max"))
     least *= eps
     values = [0.25, 0.5, 0.5 + eps, 0.75, 1, 1.5, 3, 0, -0.0, -0.25, -0.5, -0.5 - eps, -1, -2]
