@@ -329,15 +329,10 @@ def run_of_blocks(
     weight: Callable[..., torch.Tensor],
     vector: Callable[[int], torch.Tensor],
 ) -> tuple[BlockRun, list[torch.Tensor]]:
-    """A run with all statistics, and the inputs of its units.
+    """A run of blocks with all statistics, and the inputs of its units.
 
-    Args:
-        sides: output channels, input channels and kernel size of the units of a block.
-        blocks: how many.
-        dtypes: of the products, and of the residual stream.
-        image: makes an activation of so many channels and of a dtype.
-        weight: makes a weight of a shape.
-        vector: makes a parameter or statistic of a norm.
+    `sides` are the output and input channels and the kernel size of each unit of a block, `dtypes`
+    those of the products and of the residual stream. The functions make tensors.
     """
     dtype, stream = dtypes
     between = [stream, *[dtype] * (len(sides) - 1), stream]  # dtypes between units

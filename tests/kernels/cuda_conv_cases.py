@@ -207,12 +207,7 @@ def call(
 ) -> dict[str, Tensor]:
     """The results by name, except None.
 
-    Args:
-        backend: the kernels.
-        case: shape.
-        inputs: tensors.
-        options: whether statistics are wanted, or which gradients.
-        dtype: see `unit`.
+    `options` says whether statistics are wanted, or which gradients.
     """
     given = unit(case, inputs, dtype)
     tensors = Inputs(inputs.x, inputs.norm, inputs.conv_weight)
@@ -309,17 +304,8 @@ def check_case(
 ) -> dict[str, Tensor]:
     """Asserts the budget for every result, and that it has the dtype of eager's.
 
-    The dtype of `g` may also be `dtype`, as in a fused kernel: eager's `g` has its values.
-
-    Args:
-        case: shape.
-        inputs: tensors.
-        options: whether statistics are wanted, or which gradients.
-        backend: under test; by default the CUDA library.
-        dtype: of products; by default the dtype of the weight.
-
-    Returns:
-        The results.
+    The dtype of `g` may also be `dtype`, as in a fused kernel: eager's `g` has its values. Returns
+    the results. The arguments are those of `call`.
     """
     weight = inputs.conv_weight
     dtype = dtype or weight.dtype
