@@ -303,7 +303,7 @@ def test_a_lone_unit_between_tensors_of_the_stream(channels, half, weight_dtype)
         assert found.get("y", found.get("dy")).dtype == torch.float32
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, triton=0)
 @pytest.mark.parametrize("case", TYPICAL, ids=str)
 @pytest.mark.parametrize("half", HALVES, ids=cuda_conv.dtype_name)
 @pytest.mark.parametrize("stream", [None, "input", "output"])
