@@ -1,12 +1,14 @@
 """Fixtures: few images, and figures that are not rendered."""
 
 import pytest
+from matplotlib.figure import Figure
+
+from preact_kernels.study import data
 
 
 @pytest.fixture(scope="module")
 def few_digits():
     """300 digits to train on and 60 to test on, in this process."""
-    data = pytest.importorskip("preact_kernels.study.data")
     found = {}
     for train, count in ((True, 300), (False, 60)):
         images = data.load_digits(train=train)
@@ -20,6 +22,4 @@ def few_digits():
 @pytest.fixture
 def undrawn(monkeypatch):
     """Saves figures without rendering them; `test_plots.py` checks their content."""
-    figure = pytest.importorskip("matplotlib.figure")
-    signature = b"\x89PNG"
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **_: file.write(signature))
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: file.write(b"\x89PNG"))

@@ -5,10 +5,6 @@ import re
 
 import pytest
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
-
 from preact_kernels.study import comparisons, cost, paper
 from preact_kernels.study.blocks import PLACEMENTS, SHORTCUTS
 from preact_kernels.study.commands import main
@@ -87,7 +83,9 @@ def test_signal(tiny, tmp_path):
     assert labels == {*PLACEMENTS, *SHORTCUTS}
 
 
-def test_the_order_of_errors_in_words():
+def test_the_order_of_errors_and_the_spread_of_seeds_in_words():
+    assert spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"
+    assert spread([1.2345], 3) == "1.234"
     own = {"a": [1.0, 2.0], "b": [3.0, 4.0], "c": [0.0, 0.5], "d": [3.5, 9.0]}
     text = order_in_words(own, {"a": 5.0, "b": 6.0, "c": 7.0, "d": None})
     assert text == (
@@ -95,11 +93,6 @@ def test_the_order_of_errors_in_words():
         "opposite order, and 1 overlap. The opposite: c is below a; c is below b. "
         "Overlapping: b and d."
     )
-
-
-def test_the_spread_of_seeds():
-    assert spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"
-    assert spread([1.2345], 3) == "1.234"
 
 
 def test_wrong_options_are_named(tmp_path, monkeypatch):

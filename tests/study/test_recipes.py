@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("tqdm")
-
 from preact_kernels.study import recipes
 from preact_kernels.study.config import Config, parse_bytes
 from preact_kernels.study.networks import study_network
@@ -23,10 +21,8 @@ def test_the_rates_of_the_paper():
 def test_warm_up_and_cosine():
     rates = [recipes.learning_rate("warmup-cosine", 0.2, s, 110, 10) for s in range(111)]
     assert rates[:10] == pytest.approx([0.02 * (i + 1) for i in range(10)])
-    assert rates[10] == pytest.approx(0.2)
-    assert rates[60] == pytest.approx(0.1)
-    assert rates[110] == pytest.approx(0)
-    assert rates[35] == pytest.approx(0.2 * (0.5 + 0.5 * math.cos(math.pi / 4)))
+    cosine = [0.1 + 0.1 * math.cos(math.pi * i / 100) for i in range(101)]
+    assert rates[10:] == pytest.approx(cosine)
 
 
 def test_a_short_run_warms_up_for_a_tenth_at_most():
@@ -38,10 +34,8 @@ def test_a_short_run_warms_up_for_a_tenth_at_most():
 
 def test_learning_rates_rise_with_depth():
     network = study_network(20)
-    assert [g.name for g in recipes.parameter_groups(network, 1)] == ["all"]
     groups = recipes.parameter_groups(network, 0.25)
     assert [g.name for g in groups] == ["stem", "stage 1", "stage 2", "stage 3", "head"]
-    assert [p.shape[0] for g in groups for p in g.parameters[:1]] == [16, 16, 16, 32, 64]
     assert [g.factor for g in groups] == pytest.approx([0.25 ** (1 - i / 4) for i in range(5)])
     assert sum(len(g.parameters) for g in groups) == len(list(network.parameters()))
     device = torch.device("cpu")
@@ -50,12 +44,9 @@ def test_learning_rates_rise_with_depth():
     assert [g["lr"] for g in sgd.param_groups] == pytest.approx([0.1 * g.factor for g in groups])
 
 
-def test_the_defaults_are_a_recipe():
+def test_defaults_are_a_recipe_and_bytes_are_read():
     assert (Config().epochs, Config().batch, Config().lr) == (30, 64, 0.1)
     paper = Config(recipe="paper")
     assert (paper.epochs, paper.batch, paper.momentum, paper.weight_decay) == (200, 128, 0.9, 1e-4)
-
-
-def test_bytes_are_read():
     texts = ("1000", "300MiB", "1.5 GB", "64k")
     assert [parse_bytes(t) for t in texts] == [1000, 300 * 2**20, 1_500_000_000, 64_000]

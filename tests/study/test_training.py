@@ -9,14 +9,10 @@ import resource
 import runpy
 import signal
 import sys
-from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn")
-pytest.importorskip("tqdm")
 
 from preact_kernels import study
 from preact_kernels.study import checkpoints, config, recipes, training
@@ -83,19 +79,17 @@ def test_a_run_learns_and_writes_its_files(tmp_path, capsys):
     accuracy = re.fullmatch(r"test accuracy: (0\.\d{4}|1\.0000)", lines[-1])
     assert accuracy and float(accuracy[1]) > 0.3
     assert len((tmp_path / "epochs.csv").read_text().splitlines()) == 1 + 4
-    if find_spec("tensorboard"):
-        assert list((tmp_path / "tensorboard").glob("events*"))
+    assert list((tmp_path / "tensorboard").glob("events*"))
     losses = (tmp_path / "losses.csv").read_text().splitlines()
     assert losses[0] == "step,epoch,learning_rate,loss" and len(losses) == 1 + 4 * 6
     rates = [recipes.learning_rate("warmup-cosine", 0.1, s, 24, 1) for s in range(24)]
     assert [float(line.split(",")[2]) for line in losses[1:]] == pytest.approx(rates)
     assert float(losses[-1].split(",")[-1]) < float(losses[1].split(",")[-1])
-    signal_rows = (tmp_path / "signal.csv").read_text().splitlines()
-    assert len(signal_rows) == 1 + 3 * 3  # blocks; steps 1, 12 and 24
+    # Blocks at steps 1, 12 and 24.
+    assert len((tmp_path / "signal.csv").read_text().splitlines()) == 1 + 3 * 3
     report = (tmp_path / "report.md").read_text()
     pictures = re.findall(r"\]\((.*?\.png)\)", report)
     assert len(pictures) == 6 and all((tmp_path / p).exists() for p in pictures)
-    assert "norms fused" in report
     # A second call with the same options has nothing to train.
     before = (tmp_path / "checkpoint.pt").read_bytes()
     run = trained(tmp_path, diagnose_every=12, epochs=4, device=None)
@@ -150,17 +144,15 @@ def test_options_reach_optimizer_batches_stages_and_convolutions(tmp_path):
 def test_every_step_of_every_process_has_a_seed(tmp_path):
     seeds = {training.step_seed(3, step, rank) for step in range(1000) for rank in range(8)}
     assert len(seeds) == 8000
-    for rank in (0, 1):
-        run = TrainingRun(small(), tmp_path, Processes(rank, 0, 1))
-        for step in (0, 1):
-            run.one_step()
-            assert torch.initial_seed() == training.step_seed(0, step, rank)
+    run = TrainingRun(small(), tmp_path, Processes(1, 0, 1))
+    for step in (0, 1):
+        run.one_step()
+        assert torch.initial_seed() == training.step_seed(0, step, 1)
 
 
 def test_evaluation_uses_all_images_and_running_statistics(tmp_path):
     run = TrainingRun(small(epochs=1), tmp_path, ONE)
-    for _ in range(3):
-        run.one_step()
+    run.one_step()
     accuracy = run.evaluate()
     network = run.network.eval()
     with torch.no_grad():
@@ -200,16 +192,12 @@ def test_a_killed_run_continues_bit_for_bit(options, kills, monkeypatch, tmp_pat
 
 
 def test_a_run_killed_before_its_files_are_written_writes_them(monkeypatch, tmp_path):
-    unbroken = trained(tmp_path / "unbroken", epochs=1)
-
-    def killed(*_):
-        raise Killed
-
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(training.Logs, "write", killed)
-        trained(tmp_path / "broken", epochs=1)
-    assert not (tmp_path / "broken" / "losses.csv").exists()
-    assert_same_run(trained(tmp_path / "broken", epochs=1), unbroken)
+        patch.setattr(training.Logs, "write", mock.Mock(side_effect=Killed))
+        trained(tmp_path, epochs=1)
+    assert not (tmp_path / "losses.csv").exists()
+    trained(tmp_path, epochs=1)
+    assert len((tmp_path / "losses.csv").read_text().splitlines()) == 1 + 6
 
 
 def test_a_folder_takes_one_run_at_a_time(tmp_path):
@@ -221,9 +209,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
 def test_a_run_that_diverges_has_a_report(undrawn, tmp_path, capsys):
     arguments = ["--lr", "1e12", "--survival", "1", "--warm-up-steps", "0", "--epochs", "1"]
     assert main(["train", *ARGUMENTS, "--out", str(tmp_path), *arguments]) == 0
-    printed = capsys.readouterr()
-    assert re.fullmatch(r"test accuracy: 0\.\d{4}", printed.out.splitlines()[-1])
-    assert "the loss is not finite" in printed.err
+    assert "the loss is not finite" in capsys.readouterr().err
     assert "nothing to plot" in (tmp_path / "report.md").read_text()
 
 
@@ -274,10 +260,6 @@ def finished(few_digits, tmp_path_factory):
     return (out / "checkpoint.pt").read_bytes()
 
 
-def truncated(content):
-    return content[: len(content) // 2]
-
-
 def damaged(content):
     """Changes one bit of a stored tensor."""
     middle = len(content) // 2
@@ -301,7 +283,7 @@ STATE = "expected the state of such a run, got another"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (truncated, r"checkpoint\.pt: expected a checkpoint.*cannot be read"),
+        (lambda content: content[:1000], r"checkpoint\.pt: expected a checkpoint.*cannot be read"),
         (damaged, r"checkpoint\.pt: expected a checkpoint.*is damaged"),
         (changed(format=None), "with format 'preact_kernels.study checkpoint', got None"),
         (changed(version=0), "of version 1, got 0"),
@@ -359,9 +341,6 @@ def test_wrong_options_are_named(tmp_path):
         with pytest.raises(SystemExit, match=f"study: .*{message}"):
             main(["train", *ARGUMENTS, "--out", str(tmp_path / "out"), *arguments.split()])
         assert not (tmp_path / "out").exists()
-
-
-def test_unknown_variants_and_wrong_types_are_named():
     with pytest.raises(ValueError, match="placement: expected one of 'original'"):
         Config(placement="pre")
     with pytest.raises(TypeError, match="epochs: expected int, got str"):
