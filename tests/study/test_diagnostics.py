@@ -63,7 +63,6 @@ def rows_by_hand(model, x, target):
     for number, (name, y) in enumerate(outputs.items(), 1):
         block = model.get_submodule(name)
         weights = [m.weight for m in block.modules() if isinstance(m, nn.Conv2d)]
-        weight_gradient_norm = norm(p.grad for p in weights)
         values = y.detach().double()
         rows.append(
             BlockRow(
@@ -76,7 +75,7 @@ def rows_by_hand(model, x, target):
                 activation_gradient_norm=norm([y.grad]),
                 gradient_norm=norm(p.grad for p in block.parameters()),
                 weight_norm=norm(weights),
-                gradient_to_weight=weight_gradient_norm / norm(weights),
+                gradient_to_weight=norm(p.grad for p in weights) / norm(weights),
                 update_to_weight=None,
             )
         )
@@ -84,7 +83,6 @@ def rows_by_hand(model, x, target):
 
 
 def assert_close(rows, expected):
-    assert len(rows) == len(expected)
     for row, by_hand in zip(rows, expected, strict=True):
         for name, actual, value in zip(BlockRow._fields, row, by_hand, strict=True):
             if isinstance(value, float):
@@ -92,11 +90,7 @@ def assert_close(rows, expected):
             assert actual == value, (row.name, name)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"depth": 29, "memory": "rebuild"}, {"placement": "original"}],
-    ids=["preact", "original"],
-)
+@pytest.mark.parametrize("options", [{"depth": 29, "memory": "rebuild"}, {"placement": "original"}])
 def test_rows_equal_those_by_hand_on_the_plain_network(options):
     plain = network(**{**options, "memory": "store"}, dtype=torch.float64, fused=False)
     x, target = batch(torch.float64)
@@ -132,37 +126,32 @@ def test_measure_leaves_everything_as_it_was(fails):
 # While training
 
 
-def train(model, monitor=None, dtype=None, steps=4):
+def train(model, monitor=None, *, autocast=False, steps=4):
     torch.manual_seed(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = sgd(model)
     losses = {}
-    if monitor is not None:
-        monitor.attach(optimizer)
-    for step in range(steps):
-        x, target = batch(seed=step)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            loss = F.cross_entropy(model(x), target)
-        loss.backward()
-        optimizer.step()
-        losses[step] = loss.detach()
-    if monitor is not None:
-        monitor.detach()
+    with contextlib.nullcontext() if monitor is None else monitor.attach(optimizer):
+        for step in range(steps):
+            x, target = batch(seed=step)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = F.cross_entropy(model(x), target)
+            loss.backward()
+            optimizer.step()
+            losses[step] = loss.detach()
     return {**losses, **state_of(model)}
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        pytest.param({"depth": 14, "memory": "rebuild"}, None, id="rebuild"),
-        pytest.param({"dropout": 0.5, "survival": 0.5}, torch.bfloat16, id="dropout"),
-    ],
+    ("options", "autocast"),
+    [({"depth": 14, "memory": "rebuild"}, False), ({"dropout": 0.5, "survival": 0.5}, True)],
+    ids=["rebuild", "dropout"],
 )
-def test_training_gives_the_same_bits_with_a_monitor(options, dtype):
-    expected = train(network(**options), dtype=dtype)
+def test_training_gives_the_same_bits_with_a_monitor(options, autocast):
+    expected = train(network(**options), autocast=autocast)
     model = network(**options)
     monitor = Monitor(model, every=2)
-    assert_same_bits(train(model, monitor, dtype), expected)
+    assert_same_bits(train(model, monitor, autocast=autocast), expected)
     blocks = len(diagnostics.blocks_of(model))
     assert [row.step for row in monitor.rows] == [1] * blocks + [2] * blocks + [4] * blocks
 
@@ -172,7 +161,6 @@ def test_a_distributed_model_is_unwrapped_and_trains_as_without_a_monitor():
     try:
         expected = train(DistributedDataParallel(network()), steps=2)
         model = DistributedDataParallel(network())
-        assert next(iter(diagnostics.blocks_of(model))) == "stages.0.0"
         assert len(diagnostics.measure(model, F.cross_entropy, *batch())) == 3
         monitor = Monitor(model, every=1)
         assert_same_bits(train(model, monitor, steps=2), expected)
@@ -248,7 +236,7 @@ def test_frozen_weights_have_no_ratio_and_missing_gradients_count_as_zero():
 
 def test_only_forwards_that_train_are_measured_while_a_monitor_is_attached():
     model, (x, _) = network(), batch()
-    optimizer, before = sgd(model), state_of(model)["hooks"]
+    optimizer = sgd(model)
     with Monitor(model).attach(optimizer) as monitor:
         with pytest.raises(ValueError, match=r"^optimizer: expected a detached monitor"):
             monitor.attach(optimizer)
@@ -260,7 +248,7 @@ def test_only_forwards_that_train_are_measured_while_a_monitor_is_attached():
         assert (monitor.step, monitor.rows) == (1, [])
     model.train()(x)
     optimizer.step()
-    assert (monitor.step, state_of(model)["hooks"]) == (1, before)
+    assert monitor.step == 1
     monitor.attach(optimizer)
     optimizer.step()
     assert monitor.step == 2
@@ -270,26 +258,21 @@ def test_only_forwards_that_train_are_measured_while_a_monitor_is_attached():
 
 
 def test_warnings_name_steps_blocks_values_and_thresholds():
-    rows = [QUIET._replace(block=i) for i in range(1, 11)]
-    for index, ratio in ((1, 1e-6), (2, 3e-6), (3, 2.04e-6), (5, 5e-5), (6, 0.25)):
-        rows[index] = rows[index]._replace(gradient_to_weight=ratio)
-    rows[2] = rows[2]._replace(activation_std=1.5e3)
-    rows[7] = rows[7]._replace(activation_std=2e-4, gradient_to_weight=None)
-    for index in (8, 9):
-        rows[index] = rows[index]._replace(activation_std=math.nan, gradient_to_weight=math.inf)
-    rows += [
-        QUIET._replace(step=step, block=block, gradient_to_weight=3e-6)
-        for step, block in ((50, 12), (100, 12), (100, 13))
+    values = [  # step, standard deviation, ratio
+        *((0, 1.0, 5e-3), (0, 1.0, 1e-6), (0, 1.5e3, 3e-6), (0, 1.0, 5e-3), (0, 1.0, 0.25)),
+        *((0, 2e-4, None), (0, math.nan, math.inf), (0, math.nan, math.inf), (50, 1.0, 3e-6)),
+    ]
+    rows = [
+        QUIET._replace(step=step, block=block, activation_std=std, gradient_to_weight=ratio)
+        for block, (step, std, ratio) in enumerate(values, 1)
     ]
     assert diagnostics.warnings_of(rows) == [
-        "blocks 2 to 4: gradient-to-weight ratio 1e-6 to 3e-6, below 1e-4: may be dead",
+        "blocks 2 to 3: gradient-to-weight ratio 1e-6 to 3e-6, below 1e-4: may be dead",
         "block 3: activation standard deviation 1.5e3, above 1e3: signal may explode",
-        "block 6: gradient-to-weight ratio 5e-5, below 1e-4: may be dead",
-        "block 7: gradient-to-weight ratio 0.25, above 0.1: may be unstable",
-        "block 8: activation standard deviation 2e-4, below 1e-3: signal may vanish",
-        "blocks 9 to 10: not finite: activation standard deviation, gradient-to-weight ratio",
-        "step 50: block 12: gradient-to-weight ratio 3e-6, below 1e-4: may be dead",
-        "step 100: blocks 12 to 13: gradient-to-weight ratio 3e-6, below 1e-4: may be dead",
+        "block 5: gradient-to-weight ratio 0.25, above 0.1: may be unstable",
+        "block 6: activation standard deviation 2e-4, below 1e-3: signal may vanish",
+        "blocks 7 to 8: not finite: activation standard deviation, gradient-to-weight ratio",
+        "step 50: block 9: gradient-to-weight ratio 3e-6, below 1e-4: may be dead",
     ]
     equal = [QUIET._replace(gradient_to_weight=v) for v in (1e-4, 1e-1)]
     assert diagnostics.warnings_of(equal) == []
@@ -299,22 +282,13 @@ def test_warnings_name_steps_blocks_values_and_thresholds():
 def test_csv_has_the_rows_and_stays_if_writing_others_fails(tmp_path):
     path = tmp_path / "rows.csv"
     monitor = Monitor(network())
-    monitor.rows = [
-        QUIET._replace(name='a,"b"', activation_mean=1.23456e-20, update_to_weight=None),
-        QUIET._replace(step=50, gradient_norm=math.inf, activation_std=math.nan),
-    ]
+    row = QUIET._replace(name='a,"b"', activation_mean=1.23456e-20, update_to_weight=None)
+    monitor.rows = [row, QUIET._replace(step=50, gradient_norm=math.inf)]
     monitor.write_csv(path)
     with pytest.raises(TypeError):
         diagnostics.write_csv(path, [QUIET, None])
-    read = diagnostics.read_csv(path)
-    assert math.isnan(read[1].activation_std)
-    assert [read[0], read[1]._replace(activation_std=0)] == [
-        monitor.rows[0],
-        monitor.rows[1]._replace(activation_std=0),
-    ]
-    header, line, _ = path.read_text().splitlines()
-    assert header == ",".join(BlockRow._fields)
-    assert line == '0,1,"a,""b""",1,1.23456e-20,1,1,1,1,0.005,'
+    assert diagnostics.read_csv(path) == monitor.rows
+    assert path.read_text().startswith(",".join(BlockRow._fields))
     assert list(tmp_path.iterdir()) == [path]
     path.write_text("step,loss\n1,2\n")
     with pytest.raises(ValueError, match=r"^path: expected columns step,.*, got 'step,loss'"):
@@ -348,10 +322,9 @@ def test_histograms_count_the_outputs_of_the_stages(limit):
     assert list(found) == ["stages.0", "stages.1", "stages.2"]
     for (counts, edges), y in zip(found.values(), outputs, strict=True):
         end = limit or y.abs().max().item()
-        assert edges.tolist() == pytest.approx([-end + 2 * end * i / 11 for i in range(12)])
-        inside = y[y.abs() <= end].double()
-        expected = torch.histogram(inside, 11, range=(-end, end)).hist
-        assert counts.tolist() == expected.tolist()
+        expected = torch.histogram(y[y.abs() <= end].double(), 11, range=(-end, end))
+        assert counts.tolist() == expected.hist.tolist()
+        assert edges.tolist() == pytest.approx(expected.bin_edges.tolist())
 
 
 def measured(model, loss_of=None, **options):
@@ -359,28 +332,23 @@ def measured(model, loss_of=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "message"),
     [
-        (lambda m: Monitor(m, 0), ValueError, "every: expected at least 1, got 0"),
-        (lambda m: Monitor(m, blocks={}), ValueError, "blocks: expected at least one block"),
-        (lambda m: Monitor(m, blocks=[m]), TypeError, "blocks: expected a dict of modules"),
-        (lambda m: Monitor(m).attach(m), TypeError, "optimizer: expected a torch.optim.Optimizer"),
-        (lambda m: diagnostics.blocks_of(m.fc), ValueError, "model: expected residual blocks"),
-        (lambda m: measured(m, lambda y: y), ValueError, r"loss_fn: .* one element, got \[4, 10\]"),
-        (
-            lambda m: measured(m, lambda y: y.detach().sum()),
-            ValueError,
-            "model: .* got a constant",
-        ),
-        (lambda m: measured(m, blocks={"b": nn.ReLU()}), ValueError, "blocks: .* the model calls"),
+        (lambda m: Monitor(m, 0), "every: expected at least 1, got 0"),
+        (lambda m: Monitor(m, blocks={}), "blocks: expected at least one block"),
+        (lambda m: Monitor(m, blocks=[m]), "blocks: expected a dict of modules"),
+        (lambda m: Monitor(m).attach(m), "optimizer: expected a torch.optim.Optimizer"),
+        (lambda m: diagnostics.blocks_of(m.fc), "model: expected residual blocks"),
+        (lambda m: measured(m, lambda y: y), r"loss_fn: .* one element, got \[4, 10\]"),
+        (lambda m: measured(m, lambda y: y.detach().sum()), "model: .* got a constant"),
+        (lambda m: measured(m, blocks={"b": nn.ReLU()}), "blocks: .* the model calls"),
         (
             lambda m: diagnostics.identity_test(m, batch()[0], blocks={"stem": m.stem}),
-            ValueError,
             "blocks: expected blocks with a last_conv, got Conv2d as 'stem'",
         ),
-        (lambda m: diagnostics.histograms(m, None, limit=-1.0), ValueError, "limit: expected a p"),
+        (lambda m: diagnostics.histograms(m, None, limit=-1.0), "limit: expected a p"),
     ],
 )
-def test_wrong_arguments_are_named(call, error, message):
-    with pytest.raises(error, match=f"^{message}"):
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         call(network())

