@@ -8,7 +8,6 @@ from bench.contenders import BY_NAME, Contender, Network
 from bench.correctness import SMALLEST, judge, judged_network
 
 CPU = torch.device("cpu")
-NETWORK = Network(20)
 
 
 def change_outputs(change):
@@ -35,18 +34,8 @@ def scale_gradients(factor, is_changed):
 
 
 def scale_input_gradients(model):
-    """Multiplies the input gradient of every stage by 1.1."""
-
-    def hook(stage, inputs):
-        if inputs[0].requires_grad:
-            inputs[0].register_hook(lambda gradient: gradient * 1.1)
-
     for stage in model.stages:
-        stage.register_forward_pre_hook(hook)
-
-
-def forget_one_gradient(model):
-    model.stages[1][1].bn2.weight.register_hook(torch.zeros_like)
+        stage.register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] * 1.1,))
 
 
 def in_tf32(model):
@@ -66,29 +55,26 @@ FAULTS = {
     "input gradients x 1.1": scale_input_gradients,
     "conv gradients x 1.3": scale_gradients(1.3, lambda p: p.ndim == 4),
     "bn gradients x 1.3": scale_gradients(1.3, lambda p: p.ndim == 1),
-    "one gradient is 0": forget_one_gradient,
+    "one gradient is 0": lambda m: m.stages[1][1].bn2.weight.register_hook(torch.zeros_like),
 }
-RIGHT = {n: BY_NAME[n] for n in ("eager-nchw", "eager-channels-last", "fused-store")}
+RIGHT = {n: BY_NAME[n] for n in ("eager-channels-last", "fused-store")}
 
 
-def verdicts_of(faults, dtype):
-    """Returns the verdicts on right contenders and on contenders with faults."""
+def verdicts_of(faults, dtype, network, accepted=()):
+    """Judges right contenders, and ones with faults, which are refused if not `accepted`."""
     planted = {name: Contender(name, "everything", prepare=p) for name, p in faults.items()}
-    return {n: judge(c, NETWORK, 4, CPU, dtype) for n, c in (RIGHT | planted).items()}
-
-
-def assert_verdicts(verdicts, accepted, network):
+    verdicts = {n: judge(c, Network(20), 4, CPU, dtype) for n, c in (RIGHT | planted).items()}
     for name, verdict in verdicts.items():
-        if name in accepted:
+        if name in {*RIGHT, *accepted}:
             assert (verdict.correct, verdict.note) == ("yes", ""), name
         else:
             assert verdict.correct == "no", name
             assert verdict.note.startswith(f"wrong results on {network}: "), name
+    return verdicts
 
 
 def test_every_fault_is_found_in_bfloat16_and_right_results_are_accepted():
-    verdicts = verdicts_of(FAULTS, torch.bfloat16)
-    assert_verdicts(verdicts, RIGHT, "resnet-14")
+    verdicts = verdicts_of(FAULTS, torch.bfloat16, "resnet-14")
     assert all("stage" in verdicts[name].note for name in [*FAULTS][:-1])
     assert "the worst gradient deviates by 1.0e+00" in verdicts["one gradient is 0"].note
 
@@ -96,12 +82,8 @@ def test_every_fault_is_found_in_bfloat16_and_right_results_are_accepted():
 def test_in_tf32_rounded_and_exact_operands_are_accepted_and_faults_are_found(monkeypatch):
     monkeypatch.setattr(correctness, "is_tf32", lambda dtype, device: dtype == torch.float32)
 
-    def faulty(model):
-        in_tf32(model)
-        FAULTS["outputs x 1.05"](model)
-
-    verdicts = verdicts_of({"TF32": in_tf32, "faulty": faulty}, torch.float32)
-    assert_verdicts(verdicts, [*RIGHT, "TF32"], "resnet-14")
+    contenders = {"TF32": in_tf32, "outputs x 1.05": FAULTS["outputs x 1.05"]}
+    verdicts = verdicts_of(contenders, torch.float32, "resnet-14", accepted=["TF32"])
     assert verdicts["TF32"].deviations["logits"] > 1e-4
 
 
@@ -111,8 +93,7 @@ def test_in_exact_float32_operands_in_tf32_and_wrong_gradients_are_refused():
         "conv gradients x 1.3": FAULTS["conv gradients x 1.3"],
         "NaN": scale_gradients(torch.nan, lambda p: p.shape == (10,)),
     }
-    verdicts = verdicts_of(wrong, torch.float32)
-    assert_verdicts(verdicts, RIGHT, "resnet-20")
+    verdicts = verdicts_of(wrong, torch.float32, "resnet-20")
     assert "logits deviates" in verdicts["TF32"].note
     # No single gradient exceeds its limit.
     assert ": gradients deviates by 1.8e-01" in verdicts["conv gradients x 1.3"].note

@@ -2,6 +2,7 @@
 
 import re
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_every_part_leaves_its_output_and_a_line(tmp_path):
     assert report.has_failed
     slow = "import time\nprint('= 3 failed, 5 passed =')\nprint('a warning', flush=True)\n"
     report.has_failed = False
-    report.run(Part("tests", ["-c", slow + "time.sleep(60)"], 3, compares=True))
+    report.run(Part("tests", ["-c", slow + "time.sleep(60)"], 2, compares=True))
     assert report.has_failed
     report.end_s = 0
     report.run(Part("late", ["-c", "print(1)"], 50))
@@ -50,15 +51,13 @@ def test_the_commands_are_understood(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     parts = parts_of(True)
     assert parts.keys() - parts_of(False) == {name for name in parts if parts[name].needs_gpu}
-    options = {name: part.command[2:] for name, part in parts.items()}
     for name in ("bench", "bench-triton", "bench-resident"):
-        assert parts[name].command[:2] == ["-m", "bench"]
-        a = bench.arguments(options[name])
+        a = bench.arguments(parts[name].command[2:])
         assert (a.out, a.steps) == (tmp_path, 7)
         assert (a.contenders is None) == (name == "bench")
     for backend in ("cuda", "triton"):
         part = parts[f"launches-{backend}"]
-        a = launches.arguments(options[part.name])
+        a = launches.arguments(part.command[2:])
         assert (a.backend, a.csv) == (backend, tmp_path / f"nvidia-h200{LAUNCHES}")
         assert part.environment["TEARDOWN_CUPTI"] == "0"
     assert parts["bench-triton"].environment["PREACT_KERNELS_BACKEND"] == "triton"
@@ -69,26 +68,15 @@ def test_the_commands_are_understood(tmp_path, monkeypatch):
         assert not name.startswith("tests/") or (gpu_report.ROOT / name).exists(), name
 
 
-def test_parts_can_be_chosen_and_libraries_of_other_sources_are_built(
-    tmp_path, monkeypatch, capsys
-):
-    ran = []
-
-    def run_process(command, seconds, grace_s, **options):
-        ran.append(command[1:])
-        return 0
-
-    monkeypatch.setattr(measure, "run_process", run_process)
+def test_chosen_parts_run_and_libraries_are_built_first(tmp_path, monkeypatch, capsys):
+    process = mock.Mock(return_value=0)
+    monkeypatch.setattr(measure, "run_process", process)
     monkeypatch.setattr(gpu_report, "is_built", lambda: False)
     gpu_report.main([str(tmp_path), "--parts", "bench", "tests", "--networks", "resnet-20"])
-    assert [line.split(":")[0] for line in summary(tmp_path)] == [
-        "sources",
-        "build",
-        "tests",
-        "bench",
-    ]
-    build, _, measured = ran
-    assert build[0] == "setup.py"
+    names = [line.split(":")[0] for line in summary(tmp_path)]
+    assert names == ["sources", "build", "tests", "bench"]
+    build, _, measured = [call.args[0] for call in process.call_args_list]
+    assert build[1] == "setup.py"
     assert measured[-4:-1] == ["--networks", "resnet-20", "--time-limit"]
     with pytest.raises(SystemExit):
         gpu_report.main([str(tmp_path), "--parts", "no-such-part"])

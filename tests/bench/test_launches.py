@@ -20,9 +20,6 @@ from preact_kernels.kernels import cuda
 from testbed import cuda_programs
 from testbed.cuda_on_host import build, serve_cpu
 
-# Per block without a projection, in each stage; without launches that occur once per run.
-# Triton stores the gradient that the 3x3 convolution's backward reads.
-LAUNCHES_A_BLOCK = {"cuda": 6, "triton": 7}
 KERNELS_OF_UNITS = ("F1", "F2", "F3", "B1", "B2", "B3")
 
 if shutil.which(build.CXX[0]) is None:
@@ -50,41 +47,39 @@ def cuda_rows(*options):
     return [row for s in stages for row in rows_of(s, [None] * len(s.launches))]
 
 
-def units(rows, direction):
-    return sum(row.units_per_block for row in rows if row.direction == direction)
-
-
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_a_block_has_its_launches_and_bytes(backend, tmp_path):
-    options = ("--network", "resnet-164", "--batch", "128", "--no-instructions")
+    options = "--network", "resnet-164", "--batch", "128"
     if backend == "cuda":  # in this process
         rows = cuda_rows(*options)
     else:
-        rows = rows_of_command(backend, *options, folder=tmp_path)
+        rows = rows_of_command(backend, *options, "--no-instructions", folder=tmp_path)
     unit_rows = [r for r in rows if r.kernel[:2] in KERNELS_OF_UNITS]
     for stage in "123":
         own = [r for r in unit_rows if r.stage == stage]
         # 16 or more of 17 blocks have each launch, and 9 or fewer end a group.
         count = sum(round(row.launches_per_block - 0.1) for row in own)
-        assert count == LAUNCHES_A_BLOCK[backend]
+        assert count == {"cuda": 6, "triton": 7}[backend]
         assert {row.kernel[:2] for row in own} == set(KERNELS_OF_UNITS)
     assert all(r.dependent > 0.9 for r in unit_rows if r.stage in "123")
     first = [r for r in unit_rows if r.stage == "1"]
     # In multiples of the inner channels, as in bench/floors.py; the last of 17 blocks has no
     # deferred affine step. Triton also stores and reads a gradient.
-    assert 16 < units(first, FORWARD) < 16.2
     expected = 32 + 2 * (backend == "triton")
-    assert expected - 6 / 17 < units(first, BACKWARD) < expected + 3
+    forward, backward = (
+        sum(row.units_per_block for row in first if row.direction == direction)
+        for direction in (FORWARD, BACKWARD)
+    )
+    assert 16 < forward < 16.2
+    assert expected - 6 / 17 < backward < expected + 3
 
 
 def test_what_runs_again_is_listed():
-    by_mode = {}
-    for memory in ("store", "rebuild", "checkpoint"):
+    recomputed = {"store": set(), "rebuild": {"B3"}, "checkpoint": {"B1", "B2", "B3"}}
+    for memory, expected in recomputed.items():
         rows = cuda_rows("--network", "resnet-47", "--batch", "2", "--memory", memory)
-        own = [r.kernel for r in rows if (r.stage, r.direction) == ("2", BACKWARD)]
-        by_mode[memory] = {k[:2] for k in own if "norm_act_conv_forward" in k}
-    assert (by_mode["store"], by_mode["rebuild"]) == (set(), {"B3"})
-    assert {"B1", "B2"} < by_mode["checkpoint"]
+        own = {r.kernel for r in rows if (r.stage, r.direction) == ("2", BACKWARD)}
+        assert {k[:2] for k in own if "norm_act_conv_forward" in k} == expected, memory
 
 
 def test_networks_with_convolutions_of_pytorch_run_none_of_them():
@@ -171,25 +166,20 @@ def test_rows_add_up_to_the_launches():
 
 def test_the_file_has_the_rows_of_the_table_beside_those_of_other_steps(tmp_path, capsys):
     path = tmp_path / f"cuda{LAUNCHES}"
-    old = LaunchRow(
-        "1", "forward", "F1 of old", 1, 1.0, "", "", "", 0.0, 0.0, 0.0, 0.0,
-        network="resnet-29", batch=2, dtype="bfloat16", backend="cuda", memory="store",
-        residual_dtype="bfloat16", multiprocessors=132,
-    )  # fmt: skip
-    other = dataclasses.replace(old, backend="triton")
-    put(path, old, other)
-    step = ["--network", "resnet-29", "--batch", "2"]
-    main([*step, "--csv", str(path), "--no-instructions"])
+    options = "--network", "resnet-29", "--batch", "2", "--csv", str(path), "--no-instructions"
+    main(options)
+    (row, *_) = written = read(path, LaunchRow)
+    other = dataclasses.replace(row, backend="triton")
+    put(path, dataclasses.replace(row, kernel="F1 of old"), other)
+    capsys.readouterr()
+    main(options)
     first, *rows = read(path, LaunchRow)
-    assert first == other
-    assert {(r.network, r.batch, r.backend) for r in rows} == {("resnet-29", 2, "cuda")}
-    assert old.kernel not in {row.kernel for row in rows}
-    printed = capsys.readouterr().out
+    assert (first, rows) == (other, written)
     total = round(sum(row.launches_per_block * row.blocks for row in rows))
-    assert f"{total} launches in sequence" in printed
     least_ms = sum(row.least_us_per_block * row.blocks for row in rows) / 1e3
-    assert f"lower bound {least_ms:.1f} ms" in printed
-    assert "floor 46.0 units" in printed
+    printed = capsys.readouterr().out
+    for text in (f"{total} launches", f"lower bound {least_ms:.1f} ms", "floor 46.0 units"):
+        assert text in printed
 
 
 SPANS = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("c", 5.0, 8.0), ("d", 10.0, 12.0)]

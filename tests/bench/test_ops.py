@@ -26,23 +26,18 @@ class Benchmark:
         self.stats = types.SimpleNamespace(stats=types.SimpleNamespace(data=times_s))
 
 
-@pytest.fixture
-def run(monkeypatch):
-    """Benchmarks `bn_relu` in few rounds, and adds its rows to a list."""
+def test_an_op_leaves_rows_of_both_contenders_and_a_wrong_one_none(monkeypatch):
     monkeypatch.setattr(ops, "ROUNDS_S", 0)
+    ceilings, rows = Ceilings(10.0, {"float32": 100.0}), []
     settings = types.SimpleNamespace(
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        batch=2,
-        ceilings=Ceilings(10.0, {"float32": 100.0}),
+        device=torch.device("cpu"), dtype=torch.float32, batch=2, ceilings=ceilings
     )
-    case = ops.Case("bn_relu", 8, 4)
-    return lambda rows: ops.test_op(Benchmark(), rows.append, settings, case, backward=True)
 
+    def run():
+        case = ops.Case("bn_relu", 8, 4)
+        ops.test_op(Benchmark(), rows.append, settings, case, backward=True)
 
-def test_an_op_leaves_rows_of_both_contenders(run):
-    rows = []
-    run(rows)
+    run()
     assert [row.contender for row in rows] == ["eager-channels-last", "fused"]
     for row in rows:
         assert (row.correct, row.shape) == ("yes", "2x8x4x4")
@@ -50,11 +45,7 @@ def test_an_op_leaves_rows_of_both_contenders(run):
         floor_ms = 8 * 2 * 8 * 4 * 4 * 4 / 10 / 1e6  # 8 passes at 10 GB/s
         assert row.x_of_floor == pytest.approx(row.median_ms / floor_ms)
         assert row.gb_per_s == pytest.approx(10 / row.x_of_floor)
-
-
-def test_a_wrong_fused_op_gets_no_speed(run, monkeypatch):
     monkeypatch.setitem(ops.CONTENDERS, ops.FUSED, lambda case, t: ops.eager(case, t) * 1.5)
-    rows = []
     with pytest.raises(AssertionError, match=r"output deviates by 5\.0e-01 from float64"):
-        run(rows)
-    assert rows == []
+        run()
+    assert len(rows) == 2

@@ -78,8 +78,6 @@ class TestCifar:
     def test_a_folder_of_something_else(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="found none of them"):
             data.load_cifar(tmp_path)
-        with pytest.raises(FileNotFoundError, match="found none at"):
-            data.load_cifar(tmp_path / "nowhere")
 
     def test_an_archive_is_read_if_it_is_the_published_one(self, tmp_path, monkeypatch):
         path = tmp_path / "cifar-10-binary.tar.gz"
@@ -99,16 +97,14 @@ class TestCifar:
 def test_digits_are_the_default_and_all_there_once(monkeypatch):
     monkeypatch.delenv(data.ENVIRONMENT_VARIABLE, raising=False)
     train, test = data.load(), data.load(train=False)
-    assert (len(train.labels), len(test.labels), train.may_flip) == (1500, 297, False)
-    assert train.images.shape[1:] == (3, 32, 32)
+    assert (train.images.shape, len(test.labels)) == ((1500, 3, 32, 32), 297)
+    assert not train.may_flip
     std, mean = torch.std_mean(train.images.double())
     torch.testing.assert_close(torch.stack((mean, std)).float(), torch.tensor([0.0, 1.0]))
     assert test.images.min() == train.images.min()  # white in both: normalised alike
     images = torch.cat((train.images, test.images))[:, 0].flatten(1)
     assert len(images.unique(dim=0)) == 1797
     assert test.labels[:10].tolist() != list(range(10)), "the first scans, all of one writer"
-    counts = torch.bincount(test.labels, minlength=10)
-    assert counts.min() >= 20 and counts.max() <= 40
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Plots and diagrams of the study: files, the data that is drawn, and what is left out."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -52,8 +53,7 @@ def test_losses_are_the_median_over_seeds_with_a_band(draw):
     assert lines(axes)["kept"] == ([0], [1.0])
     band = axes.collections[0].get_paths()[0].vertices
     assert (band[:, 1].min(), band[:, 1].max()) == (0.06, 9.0)
-    labels = texts(axes.get_legend().get_texts())
-    assert labels == ["seeds", "kept", "diverged (no finite value)"]
+    assert "diverged (no finite value)" in lines(axes)
     assert figure.get_supxlabel() == "3 points are left out: not finite"
 
 
@@ -68,15 +68,13 @@ def test_smoothed_losses_show_their_raw_points(draw):
 
 
 def test_values_by_block_are_drawn_with_gaps_and_stages(draw):
-    series = {"a": [1e-3, 0.0, 1e-2, NAN, 1e-1, -1.0, INF] + [0.1] * 9, "b": [0.0] * 7}
-    options = {"ylabel": "gradient norm", "boundaries": (4, 8, 14)}
-    figure = draw(plots.plot_by_block, series, **options)
+    series = {"a": [1e-3, 0.0, 1e-2, NAN, 1e-1, -1.0, INF] + [0.1] * 9}
+    figure = draw(plots.plot_by_block, series, ylabel="norm", boundaries=(4, 8, 14))
     (axes,) = figure.axes
     blocks, values = lines(axes)["a"]
     assert blocks == list(range(1, 17))
     assert [v for v in values if not math.isnan(v)] == [1e-3, 1e-2, *[1e-1] * 10]
-    assert figure.get_supxlabel() == "11 points are left out: zero, negative or not finite"
-    assert texts(axes.get_legend().get_texts()) == ["a", "b (nothing to show)"]
+    assert figure.get_supxlabel() == "4 points are left out: zero, negative or not finite"
     assert texts(axes.texts) == ["stage 1", "stage 2", "stage 3", "stage 4"]
     at = [line.get_xdata()[0] for line in axes.get_lines() if line.get_label().startswith("_")]
     assert at == [3.5, 7.5, 13.5]
@@ -92,17 +90,12 @@ def test_lines_over_time_are_in_the_order_of_steps(draw):
 def test_histograms_are_densities_by_network_and_stage(draw):
     narrow, wide = ([1, 3], [0.0, 1.0, 2.0]), ([2, 2], [0.0, 2.0, 4.0])
     outlier = ([5000, 5000, *[0] * 97, 1], range(101))
-    histograms = {
-        "a": {"stage 1": narrow, "stage 2": wide, "stage 3": outlier},
-        "b": {"stage 1": wide, "stage 3": ([1], [0.0, 0.1])},
-    }
-    figure = draw(plots.plot_histograms, histograms)
-    panels = np.array(figure.axes).reshape(2, 3)
-    drawn = panels[0, 0].patches[0].get_data()
+    histograms = {"a": {"stage 1": narrow, "stage 2": outlier}, "b": {"stage 1": wide}}
+    panels = draw(plots.plot_histograms, histograms).axes
+    drawn = panels[0].patches[0].get_data()
     assert (drawn.values.tolist(), drawn.edges.tolist()) == ([0.25, 0.75], [0, 1, 2])
-    assert [axes.get_title() for axes in panels[0]] == ["stage 1", "stage 2", "stage 3"]
-    assert panels[0, 0].get_xlim() == (0.0, 4.0), "of both networks"
-    assert panels[0, 2].get_xlim() == (0.0, 2.0), "a rare outlier widens the axis"
+    assert panels[0].get_xlim() == (0.0, 4.0), "of both networks"
+    assert panels[1].get_xlim() == (0.0, 2.0), "a rare outlier widens the axis"
 
 
 def test_errors_stand_at_their_depths_beside_the_papers(draw):
@@ -137,36 +130,32 @@ def test_bars_show_median_seeds_and_paper(draw):
 def test_training_is_drawn_over_epochs(draw):
     epochs = [{"epoch": e, "test_accuracy": 0.5 + e / 100} for e in (1, 2, 3, 4)]
     losses = [(step, 2.0 - step / 500) for step in range(0, 451, 10)] + [(500, NAN)]
-    rates = [(0, 0.1), (100, 0.1), (200, 0.01), (450, 0.001)]
-    options = {"learning_rates": rates, "steps_per_epoch": 100}
+    options = {"learning_rates": [(0, 0.1), (450, 0.001)], "steps_per_epoch": 100}
     rate, loss, accuracy = draw(plots.plot_training, epochs, losses, **options).axes
     (line,) = rate.get_lines()
-    assert list(line.get_ydata()) == [0.1, 0.1, 0.01, 0.001]
-    assert list(line.get_xdata()) == pytest.approx([0, 1, 2, 4.5])
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([0, 4.5], [0.1, 0.001])
     assert loss.get_lines()[1].get_xdata()[-1] == pytest.approx(4.5)
     assert lines(accuracy)["test"] == ([1, 2, 3, 4], pytest.approx([51, 52, 53, 54]))
     rate, loss, accuracy = draw(plots.plot_training, [], [(0, 2.0), (60, 1.0)]).axes
     assert texts([*rate.texts, *accuracy.texts]) == ["not recorded"] * 2
 
 
-# A function, values with nothing to draw, and options.
-PLOTS = [
-    (plots.plot_losses, [{"a": [[(0, NAN)]]}], {}),
-    (plots.plot_error_against_depth, [{"a": {20: [NAN]}}], {}),
-    (plots.plot_cost_against_depth, [{"a": {9: 0.0}}, {"a": {9: 1.0}}], {}),
-    (plots.plot_cost_against_depth, [{"a": {9: 1.0}}, {"a": {9: 0.0}}], {}),
-    (plots.plot_bars, [{"a": [INF]}], {"ylabel": "y"}),
-    (plots.plot_training, [[{"epoch": 1}], [(0, NAN)]], {}),
-    (plots.plot_by_block, [{"a": [0.0, -1.0, NAN, INF]}], {"ylabel": "y"}),
-    (plots.plot_by_block_over_time, [{1: [0.0, -1.0, NAN]}], {"ylabel": "y"}),
-    (plots.plot_histograms, [{"a": {"s": ([0, 0], [0, 1, 2])}}], {}),
-]
-
-
-@pytest.mark.parametrize(("function", "nothing", "options"), PLOTS)
-def test_nothing_to_draw_is_refused(function, nothing, options, tmp_path):
+@pytest.mark.parametrize(
+    ("plot", "nothing"),
+    [
+        (plots.plot_losses, [{"a": [[(0, NAN)]]}]),
+        (plots.plot_error_against_depth, [{"a": {20: [NAN]}}]),
+        (plots.plot_cost_against_depth, [{"a": {9: 1.0}}, {"a": {9: 0.0}}]),
+        (partial(plots.plot_bars, ylabel="y"), [{"a": [INF]}]),
+        (plots.plot_training, [[{"epoch": 1}], [(0, NAN)]]),
+        (partial(plots.plot_by_block, ylabel="y"), [{"a": [0.0, -1.0, NAN, INF]}]),
+        (partial(plots.plot_by_block_over_time, ylabel="y"), [{1: [0.0, -1.0, NAN]}]),
+        (plots.plot_histograms, [{"a": {"s": ([0, 0], [0, 1, 2])}}]),
+    ],
+)
+def test_nothing_to_draw_is_refused(plot, nothing, tmp_path):
     with pytest.raises(plots.NothingToPlotError, match=r"^\w+: expected .*, got none$"):
-        function(*nothing, tmp_path / "plot.png", **options)
+        plot(*nothing, tmp_path / "plot.png")
 
 
 def test_diagrams_have_every_placement_and_shortcut(draw):
