@@ -1,6 +1,5 @@
 """Benchmarks of single ops: rows, and no speed for wrong results."""
 
-import time
 import types
 
 import pytest
@@ -17,13 +16,10 @@ class Benchmark:
         self.extra_info = {}
 
     def pedantic(self, call, setup, rounds):
-        times_s = []
         for _ in range(rounds):
             setup()
-            start_s = time.perf_counter()
             call()
-            times_s.append(time.perf_counter() - start_s)
-        self.stats = types.SimpleNamespace(stats=types.SimpleNamespace(data=times_s))
+        self.stats = types.SimpleNamespace(stats=types.SimpleNamespace(data=[2e-3] * rounds))
 
 
 def test_an_op_leaves_rows_of_both_contenders_and_a_wrong_one_none(monkeypatch):

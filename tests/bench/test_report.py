@@ -6,7 +6,7 @@ import pytest
 
 from bench import measure, plots, report
 from bench.measure import Machine
-from bench.records import LAUNCHES, MODELS, ModelRow, Row, put, read
+from bench.records import MODELS, ModelRow, Row, put, read
 
 RESULTS = measure.ROOT / "bench" / "results"
 
@@ -103,7 +103,6 @@ def test_a_report_has_tables_and_plots_of_every_device(pages):
         ModelRow("net", "pk.convert, checkpoint", "8x3x8x8", "fp32", 100, 1, 15.0, fused="7 of 7"),
     ]
     put(results / f"a-cpu{MODELS}", *models)
-    (results / f"a-cpu{LAUNCHES}").write_text("x\n1\n")  # not read as rows
     report.main(["--results", str(results), "--root", str(pages)])
     readme, text, convert = ((pages / page).read_text() for page in report.PAGES)
     assert "\nold\n" not in readme + text + convert

@@ -146,7 +146,9 @@ def test_what_runs_fused_is_printed():
 
 
 def test_a_network_of_default_blocks_is_a_preact_resnet():
-    assert isinstance(study_network(29, memory="rebuild"), pk.PreActResNet)
+    network = study_network(29, memory="rebuild")
+    assert isinstance(network, pk.PreActResNet)
+    assert network.stages[0].memory == "rebuild"
 
 
 # Layers
