@@ -148,8 +148,8 @@ def test_training_gives_the_same_bits_with_a_monitor(options, autocast):
     model = network(**options)
     monitor = Monitor(model, every=2)
     assert_same_bits(train(model, monitor, autocast=autocast), expected)
-    blocks = len(diagnostics.blocks_of(model))
-    assert [row.step for row in monitor.rows] == [1] * blocks + [2] * blocks + [4] * blocks
+    blocks = diagnostics.blocks_of(model)
+    assert [row.step for row in monitor.rows] == [step for step in (1, 2, 4) for _ in blocks]
 
 
 def test_a_distributed_model_is_unwrapped_and_trains_as_without_a_monitor():
@@ -185,7 +185,7 @@ def test_monitor_measures_the_first_of_accumulated_batches_and_the_clipped_gradi
     model = network()
     first = diagnostics.measure(model, F.cross_entropy, *batch())
     optimizer = sgd(model)
-    monitor = Monitor(model, every=1).attach(optimizer)
+    monitor = Monitor(model).attach(optimizer)
     for x, target in (batch(), batch(seed=6)):
         F.cross_entropy(model(x), target).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -215,9 +215,8 @@ def test_monitor_measures_beside_steps_that_are_one_call_counted_from_a_resumed_
 
 def test_frozen_weights_have_no_ratio_and_missing_gradients_count_as_zero():
     model = network(14, fused=False)
-    model.stem.requires_grad_(False)
-    model.stages[0].requires_grad_(False)
-    model.stages[1][0].conv1.weight.requires_grad_(False)
+    for frozen in (model.stem, model.stages[0], model.stages[1][0].conv1.weight):
+        frozen.requires_grad_(False)
     monitor = Monitor(model)
     monitor.before_step(batch()[0])
     monitor.after_step()
