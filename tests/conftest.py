@@ -73,10 +73,13 @@ def chosen_backends(marker):
     named = marker.args if marker is not None and marker.args else available
     slow = marker.kwargs.get("slow", ()) if marker is not None else ()
     quick = [name for name in named if name in available and name not in slow]
-    if torch.cuda.is_available():
+    is_of_gpus = bool(marker and marker.args) and {*marker.args, *slow} <= {"cuda", "triton"}
+    if torch.cuda.is_available() and not is_of_gpus:
         on_gpu = [row.name for row in backends.BACKENDS if "cuda" in row.device_types]
         quick += [name for name in on_gpu if name in available][:1]
     marks = dict.fromkeys(quick or ["reference"], ())
+    if is_of_gpus and not quick:
+        marks = {named[0]: pytest.mark.skip(reason=f"no backend {' or '.join(named)}")}
     for name in slow:
         if name in available and name not in marks:
             runs_on_gpu = device_of(name) == "cuda"

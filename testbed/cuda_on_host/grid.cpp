@@ -398,7 +398,7 @@ class Stream {
     const auto owners = std::move(owners_);  // the held launch may use their memory
     owners_.clear();
     const std::unique_ptr<Grid> ahead = std::move(held_);
-    if (next && ahead && next->start_early()) ++settings.early_starts;
+    if (next && ahead) next->start_early();
     if (ahead) ahead->finish();
     held_ = std::move(next);
   }
@@ -485,7 +485,6 @@ PK_EXPORT void cuda_on_host_set(uint64_t seed, int multiprocessors, int resident
 PK_EXPORT void cuda_on_host_limit_shared(size_t bytes) {
   cuda_on_host::settings.most_shared_bytes = bytes;
 }
-PK_EXPORT int64_t cuda_on_host_early_starts() { return cuda_on_host::settings.early_starts; }
 // With null, launches run again.
 PK_EXPORT void cuda_on_host_listen(void (*listener)(const cuda_on_host::Launch*)) {
   cuda_on_host::settings.listener = listener;

@@ -53,7 +53,6 @@ struct Settings {
   int resident_blocks = 4;                    // blocks that run at once
   size_t most_shared_bytes = 227 * 1024;      // per block, as on sm_90 and sm_100
   void (*listener)(const Launch*) = nullptr;  // called in place of every launch and fill
-  int64_t early_starts = 0;  // dependent launches that started before the launch ahead
 };
 extern Settings settings;
 

@@ -129,13 +129,6 @@ def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
         library().cuda_on_host_listen(None)
 
 
-def early_starts() -> int:
-    """Returns the number of dependent launches that started before the launch ahead."""
-    count = library().cuda_on_host_early_starts
-    count.restype = ctypes.c_int64
-    return count()
-
-
 def tensor_at(address: int) -> range | None:
     """Returns the addresses of the tensor of `without_running` at an address, or None."""
     begin, end = ctypes.c_void_p(), ctypes.c_void_p()

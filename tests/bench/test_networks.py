@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -136,6 +137,25 @@ def test_every_contender_computes_what_eager_does(name, tmp_path):
         pytest.skip(reason)
     session = Session(task_in(tmp_path, name))
     assert network.judged(session, BY_NAME[name]).correct == "yes"
+
+
+def test_a_contender_that_compiles_for_long_leaves_time_to_the_others(tmp_path, monkeypatch):
+    left = []
+
+    def compile_for_long(model):
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        signal.raise_signal(signal.SIGALRM)
+
+    slow = dataclasses.replace(BY_NAME["fused-rebuild"], prepare=compile_for_long)
+    monkeypatch.setitem(BY_NAME, slow.name, slow)
+    monkeypatch.setattr(network, "FIRST_STEP_SECONDS", 60)
+    names = "fused-store", "fused-rebuild", "fused-checkpoint"
+    measure_steps(Session(task_in(tmp_path, *names, end_s=time.time() + 500)))
+    assert 0 < left[0] <= 60
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    rows = rows_in(tmp_path)
+    assert rows["fused-rebuild"].note == "failed: TookTooLong: no first step in 60 s"
+    assert rows["fused-checkpoint"].median_ms > 0
 
 
 def test_a_process_that_crashes_costs_the_contender_that_ran_alone(tmp_path, monkeypatch):

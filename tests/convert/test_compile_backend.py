@@ -253,7 +253,7 @@ def test_compiled_models_train_alike_and_keep_as_much_as_in_eager(
 
 @needs_entry_points
 def test_a_unit_trains_in_inductor():
-    """Inductor generates no kernel for it, which would take long to compile."""
+    """Inductor generates no kernel for this unit: compiling one takes seconds."""
     norm = nn.BatchNorm2d(8, track_running_stats=False)
     unit = nn.Sequential(norm, nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, bias=False)).double()
     plain = copy.deepcopy(unit)

@@ -234,6 +234,17 @@ def test_what_a_backward_computes_again_must_not_be_freed():
         y.sum().backward()
 
 
+def test_an_input_that_is_replaced_in_inference_mode_is_refused():
+    """Such tensors have no version, and no region sees `set_`."""
+    block, x = Block(), torch.randn(2, 4, 6, 6)
+    with pytest.raises(RuntimeError, match="modified by an inplace"), torch.inference_mode():
+        x = x * 1
+        with pk.fuse():
+            y = block(x) + x
+            x.set_(torch.zeros_like(x))
+            y.sum()
+
+
 class InferenceInside(Block):
     def forward(self, x):
         with torch.inference_mode():

@@ -150,6 +150,18 @@ def changes_an_image_of_a_frozen_norm(self, x):
 
 
 @runs("^BN-ReLU-Conv")
+def catches_an_error_of_a_weight(self, x):
+    with torch.inference_mode():
+        weight = self.conv2.weight * 1
+    h = self.unit(x)
+    try:
+        y = F.conv2d(x, weight, padding=1)
+    except RuntimeError:
+        y = F.conv2d(x, weight.clone(), padding=1)
+    return h + y
+
+
+@runs("^BN-ReLU-Conv")
 def adds_and_concatenates_one_image_of_unusual_strides(self, x):
     x = x[:1]
     odd = x[0].permute(1, 2, 0).contiguous().permute(2, 0, 1)[None]
@@ -372,6 +384,16 @@ def reads_running_statistics(self, x):
 
 
 # Python.
+
+
+@runs("^; its momentum is no plain number$")
+def goes_on_without_momentum(self, x):
+    bn = self.bn1
+    try:
+        h = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, True, None)
+    except TypeError:
+        h = bn(x)
+    return self.conv1(F.relu(h))
 
 
 @runs("^; read by an inner region")

@@ -363,7 +363,7 @@ def tensors_of(model: nn.Module, outputs: Sequence[Tensor]) -> list[Tensor | Non
 
 def train_step(model: nn.Module, x: Tensor, call: Callable | None = None) -> list[Tensor | None]:
     """Returns `tensors_of` a training step; its forward is `call`, or the model's."""
-    torch.manual_seed(0)  # of dropout
+    torch.manual_seed(0)  # for dropout
     model.zero_grad()
     y = model(x) if call is None else call(x)
     y.square().mean().backward()

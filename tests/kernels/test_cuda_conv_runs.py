@@ -169,7 +169,6 @@ DTYPES = {
     "bfloat16_stream": (torch.bfloat16, torch.float32),
     "float16_stream": (torch.float16, torch.float32),
 }
-BFLOAT16 = DTYPES["bfloat16"]
 
 
 def stage_of(blocks, dtypes, **options):
@@ -231,3 +230,23 @@ def test_stages_of_other_sizes_give_those_bits(name, width, shape):
     count, *size = shape
     stage, x = stage_of(bottlenecks(width, 2), dtypes), images(dtypes, count, 4 * width, *size)
     assert_bits_of_units(stage, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "value"),
+    [
+        ("bfloat16", "x", torch.nan),
+        ("float32", "dy", torch.inf),
+    ],
+)
+def test_what_is_not_finite_gives_those_bits(name, where, value):
+    """In evaluation mode a value that is not finite spreads to its neighbours alone."""
+    dtypes = DTYPES[name]
+    stage = stage_of(bottlenecks(16), dtypes).eval()
+    x = images(dtypes, 2, 64, 9, 11)
+    given = {"x": x, "dy": torch.randn_like(x)}
+    given[where][0, 5, 3, 4] = value
+    given[where][1, 17, 8, 10] = value
+    found = assert_bits_of_units(stage, x, given["dy"])
+    assert not all(t.isfinite().all() for t in found.values())
+    assert found["dx"].isfinite().any()

@@ -10,8 +10,10 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
-from testbed.cuda_on_host import build
+from preact_kernels.ops import dispatch as backends
+from testbed.cuda_on_host import build, serve_cpu
 
 if shutil.which(build.CXX[0]) is None:
     pytest.skip(f"no C++ compiler: {build.CXX[0]} not found", allow_module_level=True)
@@ -226,3 +228,12 @@ def test_a_stray_access_is_caught_by_the_sanitizer(variant):
         assert process.returncode != 0
         assert "AddressSanitizer: heap-buffer-overflow" in process.stderr
         assert "stray_kernel" in process.stderr
+
+
+def test_on_a_gpu_machine_the_host_does_not_take_the_place_of_the_library(monkeypatch):
+    before = backends.BACKENDS
+    with monkeypatch.context() as patches:
+        patches.setattr(backends, "BACKENDS", before)
+        patches.setattr(torch.cuda, "is_available", lambda: True)
+        assert not serve_cpu.install.__wrapped__()  # not what it returned before
+        assert backends.BACKENDS is before

@@ -33,10 +33,10 @@ class Sizes(NamedTuple):
     channels: tuple[int, ...]
     weights: tuple[tuple[int, ...], ...]
     units_per_block: int
-    counts: dict[str, int]  # of the tensors in other lists
+    counts: dict[str, int]  # lengths of other lists
 
     def tensor(self, name: str, index: int = 0) -> Tensor:
-        """A valid tensor, of one in a list at an index."""
+        """A valid tensor; `index` is its place in a list."""
         channels = self.channels[index]
         if name == "bits":
             return torch.zeros(2 * channels * self.image[0] * self.image[1] // 8, dtype=torch.uint8)
@@ -68,7 +68,7 @@ SIZES = Sizes(
     counts={"inputs": 3, "negated": 1, "running": 2, "batch": 2},
 )
 # One bottleneck, which is kept.
-OF_RESIDENT_RUNS = Sizes(
+RESIDENT_SIZES = Sizes(
     dtype=torch.bfloat16,
     image=(8, 8),
     channels=(256, 64, 64),
@@ -105,7 +105,7 @@ def valid_calls(namespace: str) -> list[Call]:
         prefix, _, op = schema.name.partition("::")
         if prefix != namespace:
             continue
-        sizes = OF_RESIDENT_RUNS if op.startswith("resident_run") else SIZES
+        sizes = RESIDENT_SIZES if op.startswith("resident_run") else SIZES
         arguments = {a.name: sizes.argument(a.name, str(a.type)) for a in schema.arguments}
         if op == "transpose":
             arguments["x"] = arguments["x"].contiguous().flatten(2)
@@ -116,6 +116,7 @@ def valid_calls(namespace: str) -> list[Call]:
         elif op == "norm_act_conv_forward" and namespace == "preact_kernels_cuda":
             arguments["conv_bias"] = None
         calls.append(Call(op, getattr(getattr(torch.ops, namespace), op).default, arguments))
+    assert calls, f"{namespace} is not loaded"
     return sorted(calls, key=lambda call: call.op)
 
 
@@ -148,7 +149,7 @@ DAMAGE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "another float": (lambda t: t.half() if t.dtype == torch.float32 else t.float(), ""),
 }
 # PyTorch's dispatcher refuses sparse tensors for the registered ops, and takes meta tensors.
-OF_NATIVE_OPS = DAMAGE | {
+NATIVE_DAMAGE = DAMAGE | {
     "empty": (lambda t: t[:0], ""),
     "spread": (spread, ""),
     "sparse": (Tensor.to_sparse, "a strided tensor"),
@@ -159,7 +160,7 @@ TAKE_ANY_FLOAT = ("x", "g", "step_x", "residual", "conv_weight", "conv_weights",
 
 
 def is_valid(damage: str, op: str, name: str, t: Tensor) -> bool:
-    """Whether the op takes the tensor with this damage too, or names another argument."""
+    """Whether the op accepts the damaged tensor, or blames another argument."""
     if damage == "flat":
         is_vector = t.dim() < 3 and "sums" not in name
         return is_vector or op in ("dropout_", "dropout_bits", "norm_act_conv_is_served")
@@ -184,14 +185,14 @@ def damaged_calls(call: Call, is_native: bool) -> Iterator[tuple[str, Call, str]
     """Calls that an op must refuse: what is wrong, the call, and a pattern of the message."""
     for name, value in call.arguments.items():
         is_list = isinstance(value, list)
-        # Of a list, the tensor that is read first, before anything is computed.
+        # In a list, damage the tensor that is read first, before anything is computed.
         at = -1 if call.op == "block_run_backward" else 0
         first = value[at] if is_list and value else value
         if not isinstance(first, Tensor):
             continue
         if call.op == "resident_run_is_served" and name in WEIGHTS:
             continue  # need not be read
-        for damage, (damaged, message) in (OF_NATIVE_OPS if is_native else DAMAGE).items():
+        for damage, (damaged, message) in (NATIVE_DAMAGE if is_native else DAMAGE).items():
             if not is_valid(damage, call.op, name, first):
                 t = damaged(first)
                 changed = call.changed(**{name: replaced(value, at, t) if is_list else t})

@@ -94,6 +94,7 @@ WRONG = {
         ("running_stats_update", {"batch": longer}, r"batch: expected shape \["),
     ],
     "preact_kernels": [
+        ("group_stats", {"groups": 0}, "groups: expected"),
         ("group_stats", {"groups": 3}, "groups: expected a divisor of the channels 32 of x, got 3"),
         ("group_stats", {"x": lambda x: x[:0]}, "x: expected at least one value, got none"),
         ("norm_act_conv_backward", {"skip": None, "step_x": None}, "step_x: expected a tensor"),
@@ -120,7 +121,7 @@ def test_arguments_that_do_not_fit_together_are_refused(namespace, op, changes, 
         name: change(call.arguments[name]) if callable(change) else change
         for name, change in changes.items()
     }
-    with pk.use_backend("reference"):  # of the registered ops
+    with pk.use_backend("reference"):  # for the registered ops
         assert re.match(message, call.changed(**changes).error())
 
 

@@ -160,6 +160,8 @@ WRONG = [
         wrong(f, ValueError, "activation", "swish", f"one of {ACTIVATION_NAMES}, got 'swish'")
         for f in (pk.batch_norm_act, pk.batch_norm_act_conv, pk.group_norm_act)
     ),
+    wrong(pk.batch_norm_act, TypeError, "x", [1.0], "a torch.Tensor, got list"),
+    wrong(pk.batch_norm_act, TypeError, "x", X.long(), "dtype float32"),
     wrong(pk.batch_norm_act, ValueError, "shift", torch.ones(8), "shape [2, 8] or [2, 8, 1, 1]"),
     wrong(pk.batch_norm_act_conv, ValueError, "shift", X, "shape [2, 8] or [2, 8, 1, 1]"),
     wrong(pk.batch_norm_act_conv, TypeError, "dropout", None, "a number, got NoneType"),

@@ -176,7 +176,7 @@ def check_activation_at_the_limits(activation):
             assert is_equal, (activation, name)
 
 
-@every_kernel
+@pytest.mark.backends("cpu", "triton", "cuda", slow=("reference",))
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.covering(1)

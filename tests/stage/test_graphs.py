@@ -198,18 +198,21 @@ def test_optimisers_that_cannot_be_captured_are_named(make, message):
 
 
 class FakeCuda:
-    """What a capture uses of `torch.cuda`, without a GPU.
+    """What a capture uses of `torch.cuda`, without a GPU: who calls what, and where errors arise.
 
-    breaks: "synchronises" (the debug mode tells), or "raises" (an error of Python's in a capture).
+    breaks: "synchronises" (the debug mode tells), "cannot be ended" (like a capture of what is not
+        allowed), or "raises" (an error of Python's within a capture that can be ended).
     """
 
     def __init__(self, monkeypatch, breaks):
-        self.breaks, self.mode, self.is_capturing = breaks, 0, False
-        stream = SimpleNamespace(wait_stream=id)
+        self.breaks, self.mode, self.pools, self.is_capturing = breaks, 0, set(), False
+        self.main = self.now = SimpleNamespace(name="main", device_index=0, wait_stream=id)
+        side = SimpleNamespace(name="side", wait_stream=id)
         for name, fake in {
-            "Stream": lambda device: stream,
-            "stream": contextlib.nullcontext,
-            "current_stream": lambda device: stream,
+            "Stream": lambda device: side,
+            "stream": self.stream,
+            "current_stream": lambda device: self.now,
+            "set_stream": lambda stream: setattr(self, "now", stream),
             "CUDAGraph": SimpleNamespace,
             "graph": self.graph,
             "graph_pool_handle": lambda: (0, 1),
@@ -217,22 +220,48 @@ class FakeCuda:
             "set_sync_debug_mode": lambda mode: setattr(self, "mode", mode),
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(torch.random, "fork_rng", contextlib.nullcontext)
+        monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+        end = "_cuda_endAllocateToPool", lambda index, pool: self.pools.remove(pool)
+        release = "_cuda_releasePool", self.release
+        for name, fake in (end, release):
+            monkeypatch.setattr(torch._C, name, fake, raising=False)
+
+    def release(self, index, pool):
+        assert pool not in self.pools  # allocations to it have ended
 
     @contextlib.contextmanager
-    def graph(self, graph, pool):
+    def stream(self, stream):
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool=(0, 2)):
+        self.pools.add(pool)
+        before, self.now = self.now, SimpleNamespace(name="capture")
         self.is_capturing = True
-        yield
-        self.is_capturing = False
+        try:
+            yield
+        finally:
+            if self.breaks == "cannot be ended":
+                self.breaks = None
+                raise RuntimeError("CUDA error: operation failed due to a previous error")
+            self.now, self.is_capturing = before, False
+            self.pools.remove(pool)
 
     def loss_fn(self, y, target):
         if self.breaks == "synchronises" and self.mode == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
+        if self.breaks == "cannot be ended" and self.now.name == "capture":
+            raise RuntimeError("CUDA error: not permitted when stream is capturing")
         return F.cross_entropy(y, target)
 
-    def before_step(self, *_):
-        if self.breaks == "raises" and self.is_capturing:
+    def step(self, step):
+        if self.breaks == "raises" and self.now.name == "capture":
             raise KeyError("a mistake")
+        step()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU, the tests below")
@@ -240,19 +269,23 @@ class FakeCuda:
     ("breaks", "error", "message"),
     [
         ("synchronises", ValueError, "in a CUDA graph .*, got called a synchronizing"),
+        ("cannot be ended", ValueError, "in a CUDA graph .*, got CUDA error: not permitted"),
         ("raises", KeyError, "a mistake"),
     ],
 )
-def test_a_capture_that_fails_leaves_the_model_as_it_was(breaks, error, message, monkeypatch):
+def test_a_capture_that_fails_gives_back_what_it_took(breaks, error, message, monkeypatch):
     model = network()
-    optimizer, cuda = sgd(model), FakeCuda(monkeypatch, breaks)
-    optimizer.register_step_pre_hook(cuda.before_step)
+    optimizer = sgd(model)
     before = {n: t.clone() for n, t in model.state_dict().items()}
+    x, target = batch()
+    cuda = FakeCuda(monkeypatch, breaks)
+    monkeypatch.setattr(optimizer, "step", functools.partial(cuda.step, optimizer.step))
     with pytest.raises(error, match=message):
-        _CapturedStep(model, cuda.loss_fn, optimizer, *batch(), None)
-    assert cuda.mode == 0
+        _CapturedStep(model, cuda.loss_fn, optimizer, x, target, None)
+    assert cuda.now is cuda.main
+    assert (cuda.mode, cuda.pools, cuda.is_capturing) == (0, set(), False)
     assert all(p.grad is None for p in model.parameters())
-    if breaks == "synchronises":  # without a GPU, a capture runs what it captures
+    if breaks == "synchronises":  # without a GPU, the body of a capture runs
         assert_same_bits(model.state_dict(), before)
 
 
@@ -263,6 +296,7 @@ def test_a_synchronisation_of_sync_batch_norm_is_no_error(monkeypatch):
     cuda = FakeCuda(monkeypatch, "synchronises")
     step = _CapturedStep(model, cuda.loss_fn, sgd(model), *batch(), None)
     assert step.loss.isfinite()
+    assert cuda.now is cuda.main
 
 
 AFTER_A_FAILURE = """

@@ -251,6 +251,7 @@ def test_a_plan_prints_a_table_of_stages_and_modes():
 WRONG = (
     ((abs, torch.ones(1), 1), TypeError, "model: expected an nn.Module, got builtin"),
     ((nn.ReLU(), [1.0], 1), TypeError, "x: expected a torch.Tensor, got list"),
+    ((nn.ReLU(), torch.ones(1), 1.0), TypeError, "budget: expected an int .*, got float"),
     ((nn.ReLU(), torch.ones(1), True), TypeError, "budget: expected an int .*, got bool"),
     ((nn.ReLU(), torch.ones(1), -1), ValueError, "budget: expected at least 0 bytes"),
     ((nn.ReLU(), torch.ones(1), 1), ValueError, "model: expected at least one PreActSta"),

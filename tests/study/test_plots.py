@@ -158,6 +158,15 @@ def test_nothing_to_draw_is_refused(plot, nothing, tmp_path):
         plot(*nothing, tmp_path / "plot.png")
 
 
+def test_wrong_boundaries_and_edges_are_named(tmp_path):
+    path = tmp_path / "plot.png"
+    for function, wrong in ((plots.plot_by_block, 1), (plots.plot_by_block_over_time, 4)):
+        with pytest.raises(ValueError, match=rf"boundaries: expected 2 to 3, got \[{wrong}\]"):
+            function({1: [1.0] * 3}, path, ylabel="y", boundaries=[wrong])
+    with pytest.raises(ValueError, match="expected 3 edges for 2 counts of 'a', 's', got 2"):
+        plots.plot_histograms({"a": {"s": ([1, 2], [0, 1])}}, path)
+
+
 def test_diagrams_have_every_placement_and_shortcut(draw):
     (axes,) = draw(plots.draw_placements).axes
     assert set(texts(axes.texts)) >= set(PLACEMENTS)
