@@ -19,7 +19,6 @@ from tests.oracle import (
     assert_within_budget,
     distance,
     plain_copy,
-    same_bits,
     stacked,
     unit_roundoff,
 )
@@ -88,14 +87,8 @@ def test_training_in_more_processes_and_on_another_backend(processes, backend, t
 def test_processes_equal_one_with_the_joined_batch(tmp_path):
     """One test: most of the time is for starting the processes."""
     found = results_of(2, "auto", tmp_path)
-    jobs = {job: [of_rank[job] for of_rank in found] for job in found[0]}
-    check_training(jobs["train"])
-    for nodes_and_results in jobs["train"]:
-        check_nodes({case: nodes for case, (nodes, _) in nodes_and_results.items()})
-    for messages in jobs["messages"]:
-        check_messages(messages)
-    check_mixed_precision(jobs["mixed"])
-    check_one_value(jobs["one value"])
+    check_training([of_rank["train"] for of_rank in found])
+    check_mixed_precision([of_rank["mixed"] for of_rank in found])
 
 
 def check_training(found):
@@ -103,37 +96,13 @@ def check_training(found):
     wrong = []
     for of_rank in found:
         assert list(of_rank) == list(map(tuple, worker.CASES))
-        for case, (_, results) in zip(worker.CASES, of_rank.values(), strict=True):
+        for case, results in zip(worker.CASES, of_rank.values(), strict=True):
             truth, errors = truth_and_errors(case.model, case.accumulates)
             try:
                 assert_within_budget(results, truth, errors)
             except AssertionError as error:
                 wrong.append(f"{case}: {error}")
     assert not wrong, "\n".join(wrong)
-
-
-def check_nodes(found):
-    """Wrapped models run as few autograd nodes."""
-    blocks = {"stages": 6, "residual": 5}
-    for case, nodes in found.items():
-        model, wrapper, *_ = case
-        expected = {"PreActStage": 2, "NormAct": 1}
-        if model == "dense":
-            expected = {"PreActStage": 3, "NormActConv": 2, "NormAct": 1}
-        elif "_blocks" in wrapper:
-            expected["PreActStage"] = blocks[model]
-        if "reentrant" in wrapper:  # stages run in its nodes
-            del expected["PreActStage"]
-        assert nodes == expected, case
-
-
-def check_messages(found):
-    """A batch norm sends one message forward and one backward in every memory mode."""
-    for name, (forward, backward, norms) in found.items():
-        assert forward == ["c10d::allgather_"] * norms, name
-        # The sums of the first batch norm make only the gradient of the input, which is not wanted.
-        needed = norms - (name[0] == "first stage")
-        assert backward == ["c10d::allreduce_"] * needed, name
 
 
 def check_mixed_precision(found):
@@ -152,15 +121,3 @@ def check_mixed_precision(found):
     errors = errors_in_any_order(truth, steps)
     for of_rank in map(stacked, found):
         assert_within_budget({n: of_rank[n] for n in truth}, truth, errors)
-
-
-def check_one_value(found):
-    """One of the processes may have one value a channel."""
-    outputs, gradients, variances = zip(*found, strict=True)
-    unit, x = plain_copy(worker.one_value_unit()), worker.one_value_batch().requires_grad_()
-    y = unit(x)
-    y.square().sum().backward()
-    torch.testing.assert_close(torch.cat(outputs), y.detach())
-    torch.testing.assert_close(torch.cat(gradients), x.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(variances[0], unit.bn.running_var)
-    assert same_bits(*variances)
