@@ -7,8 +7,6 @@
 // glibc's own names of the functions that are replaced.
 extern "C" {
 void* __libc_malloc(size_t bytes);
-void* __libc_calloc(size_t count, size_t bytes);
-void* __libc_realloc(void* memory, size_t bytes);
 void* __libc_memalign(size_t alignment, size_t bytes);
 }
 
@@ -49,14 +47,6 @@ EXPORTED size_t failed_bytes() {
 
 EXPORTED void* malloc(size_t bytes) {
   return fails(bytes) ? out_of_memory() : __libc_malloc(bytes);
-}
-
-EXPORTED void* calloc(size_t count, size_t bytes) {
-  return fails(count * bytes) ? out_of_memory() : __libc_calloc(count, bytes);
-}
-
-EXPORTED void* realloc(void* memory, size_t bytes) {
-  return fails(bytes) ? out_of_memory() : __libc_realloc(memory, bytes);
 }
 
 EXPORTED void* memalign(size_t alignment, size_t bytes) {

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,34 +46,23 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 MEMORY_FORMATS = {"nhwc": torch.channels_last, "nchw": torch.contiguous_format}
 
 
-class Step(NamedTuple):
-    """A module, its input and the gradient of its output."""
+def step_of(case: str, size: int = 8) -> tuple[nn.Module, Tensor, Tensor]:
+    """A module, its input and the gradient of its output; the same numbers in each process."""
+    name, memory_format, _ = case.split("-")
+    torch.manual_seed(0)
+    module = MODULES[name]()
+    x, dy = torch.randn(2, 2, 64, size, size)
+    x = x.contiguous(memory_format=MEMORY_FORMATS[memory_format])
+    return module, x.requires_grad_(), dy
 
-    module: nn.Module
-    x: Tensor
-    dy: Tensor
 
-    @classmethod
-    def of(cls, case: str, size: int = 8) -> "Step":
-        """The same numbers in each process."""
-        name, memory_format, _ = case.split("-")
-        torch.manual_seed(0)
-        module = MODULES[name]()
-        x, dy = torch.randn(2, 2, 64, size, size)
-        x = x.contiguous(memory_format=MEMORY_FORMATS[memory_format])
-        return cls(module, x.requires_grad_(), dy)
+def copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in tensors}
 
-    def run(self) -> None:
-        """Forward and backward."""
-        self.module(self.x).backward(self.dy)
 
-    def buffers(self) -> dict[str, Tensor]:
-        return {name: b.clone() for name, b in self.module.named_buffers()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the parameters that have one."""
-        parameters = self.module.named_parameters()
-        return {name: p.grad for name, p in parameters if p.grad is not None}
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the parameters that have one."""
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 class Attempt(NamedTuple):
@@ -81,7 +70,6 @@ class Attempt(NamedTuple):
 
     failed_bytes: int  # 0: there were fewer allocations
     error: str
-    has_counted: bool  # whether running statistics were updated
     faults: list[str]
 
 
@@ -89,36 +77,37 @@ def attempt(case: str, index: int) -> Attempt:
     """The step, in which the allocation after `index` others fails, and the step again."""
     torch.set_num_threads(int(case.split("-")[2]))
     torch.ones(2**20).exp_()  # starts the threads, which have memory of their own
-    faulty, expected = Step.of(case), Step.of(case)
+    module, x, dy = step_of(case)
+    expected, expected_x, _ = step_of(case)
     allocator = ctypes.CDLL(None)
-    before, error = faulty.buffers(), ""
+    before, error = copies(module.named_buffers()), ""
     stage = "forward"
     allocator.fail_allocation(ctypes.c_long(index), ctypes.c_size_t(LEAST_BYTES))
     try:
-        y = faulty.module(faulty.x)
+        y = module(x)
         stage = "backward"
-        y.backward(faulty.dy)
+        y.backward(dy)
         del y
     except (RuntimeError, MemoryError) as raised:
         error = f"{type(raised).__name__} in the {stage}: {raised}"
     failed_bytes = allocator.failed_bytes()
-    after, gradients = faulty.buffers(), faulty.gradients()
+    after, found = copies(module.named_buffers()), gradients(module)
 
-    expected.run()
-    buffers = expected.buffers()
+    expected(expected_x).backward(dy)
+    buffers = copies(expected.named_buffers())
     faults = []
     if not equal(after, before if error and stage == "forward" else buffers):
         faults.append("running statistics")
-    if gradients and not equal(gradients, expected.gradients()):
+    if found and not equal(found, gradients(expected)):
         faults.append("gradients after the failure")
-    faulty.module.load_state_dict(Step.of(case).module.state_dict())
-    faulty.module.zero_grad()
-    faulty.x.grad = None
-    faulty.run()
-    results = faulty.gradients() | faulty.buffers() | {"dx": faulty.x.grad}
-    if not equal(results, expected.gradients() | buffers | {"dx": expected.x.grad}):
+    module.load_state_dict(step_of(case)[0].state_dict())
+    module.zero_grad()
+    x.grad = None
+    module(x).backward(dy)
+    results = gradients(module) | copies(module.named_buffers()) | {"dx": x.grad}
+    if not equal(results, gradients(expected) | buffers | {"dx": expected_x.grad}):
         faults.append("results of the next call")
-    return Attempt(failed_bytes, error, not equal(after, before), faults)
+    return Attempt(failed_bytes, error, faults)
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -166,7 +155,8 @@ def attempts(case: str) -> list[Attempt]:
 def main() -> None:
     torch.set_num_threads(1)  # a process with a pool of threads cannot be forked
     for name in MODULES:  # modules are imported by the first call
-        Step.of(f"{name}-nhwc-1", size=2).run()
+        module, x, dy = step_of(f"{name}-nhwc-1", size=2)
+        module(x).backward(dy)
     print(json.dumps({case: attempts(case) for case in sys.argv[1:]}))
 
 
