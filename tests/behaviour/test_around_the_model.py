@@ -1,14 +1,11 @@
-"""Checkpoints, replicas, inference mode, meta and distributed tensors: as with the plain model."""
+"""Checkpoints, replicas, inference mode and meta tensors: as with the plain model."""
 
 import copy
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -137,29 +134,3 @@ def test_meta_tensors_have_the_shapes_and_dtypes_of_the_plain_module(name):
     found = {"y": y, "dx": leaf.grad, **{f"d{n}": p.grad for n, p in module.named_parameters()}}
     for result, t in found.items():
         assert (t.shape, t.dtype) == (expected[result].shape, expected[result].dtype), result
-
-
-@pytest.fixture
-def mesh(tmp_path):
-    """A device mesh of this process alone."""
-    dist.init_process_group("gloo", f"file://{tmp_path}/address", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-@pytest.mark.not_under_sanitizer
-@pytest.mark.parametrize("name", ["batch_norm_act_conv", "network"])
-def test_distributed_tensors_run_plain_operators(name, mesh):
-    module = EVERY_MODULE[name]()
-    x, results = distribute_tensor(images(), mesh, [Replicate()]), []
-    try:
-        distribute_module(nn.BatchNorm2d(10), mesh)(x)
-    except NotImplementedError as error:
-        pytest.skip(f"this torch has no batch norm of distributed tensors: {error}")
-    for m in (module, plain_copy(module)):
-        distribute_module(m, mesh)
-        y = m(x)
-        y.sum().backward()
-        gradients = {n: p.grad.full_tensor() for n, p in m.named_parameters()}
-        results.append({"y": y.full_tensor(), **gradients})
-    assert_same_bits(*results)

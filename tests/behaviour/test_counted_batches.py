@@ -10,12 +10,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import preact_kernels as pk
 from testbed.published_models import FunctionalBottleneck
-from tests.cases import EVERY_MODULE, randomised
+from tests.cases import EVERY_MODULE
 from tests.oracle import plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # what runs a forward is above the backends
@@ -71,23 +70,7 @@ class Own(nn.Module):
         return self.outside(lambda t: RunsInBackward.apply(t, self.module, self.inside), x)
 
 
-class Function(nn.Module):
-    """`pk.bn_relu`, or the plain expression."""
-
-    def __init__(self, is_plain=False):
-        super().__init__()
-        self.bn, self.is_plain = randomised(nn.BatchNorm2d(10)), is_plain
-
-    def forward(self, x):
-        bn = self.bn
-        running = bn.running_mean, bn.running_var
-        if self.is_plain:
-            return F.relu(F.batch_norm(x, *running, bn.weight, bn.bias, self.training))
-        return pk.bn_relu(x, bn.weight, bn.bias, *running, training=self.training)
-
-
 MODULES = {
-    "function": Function,
     **{n: EVERY_MODULE[n] for n in ("bn_relu_conv", "batch_norm_act_conv", "rebuilt_stage")},
     "converted": lambda: pk.convert(FunctionalBottleneck(10, 4)),
     # No activation follows: it runs plain.
@@ -119,16 +102,10 @@ def results(module, x, backwards=1):
     return {"y": y.detach(), "dx": x.grad, **named, **dict(module.named_buffers())}
 
 
-def plain(module):
-    return Function(is_plain=True).double() if isinstance(module, Function) else plain_copy(module)
-
-
 def pair(name):
     """Returns a module and the plain one."""
     module = MODULES[name]().double()
-    other = plain(module)
-    other.load_state_dict(module.state_dict())
-    return module, other
+    return module, plain_copy(module)
 
 
 def assert_equal(found, expected):
