@@ -1,6 +1,7 @@
 """`python -m preact_kernels` and its check of the kernels."""
 
 import faulthandler
+import inspect
 import itertools
 import math
 import os
@@ -22,6 +23,7 @@ from preact_kernels import torch_compat
 from preact_kernels.accuracy import check, oracle
 from preact_kernels.accuracy.cases import KINDS
 from preact_kernels.kernels import cpu
+from preact_kernels.kernels.contract import BlockKernels
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.schema import SCHEMAS
 from tests.kernels.cuda_conv_cases import as_tf32
@@ -88,6 +90,11 @@ def plant(name, monkeypatch, fault):
 
 def wrong_by(share, t):
     t[t != 0] = 0 if t.dtype == torch.uint8 else t[t != 0] * (1 + share)
+
+
+def test_each_function_of_a_backend_has_a_kind():
+    functions = {n for n, _ in inspect.getmembers(BlockKernels, inspect.isfunction)}
+    assert {n for n in functions if not n.startswith("_")} - {"serves"} == KIND_OF.keys()
 
 
 @needs_cpu_library
