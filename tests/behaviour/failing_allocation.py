@@ -8,13 +8,12 @@ in a process of its own: steps do not share the buffers of the library, and surv
 """
 
 import ctypes
-import itertools
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,41 +114,32 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(same_bits(found[n], expected[n]) for n in found)
 
 
-def forked(function: Callable[..., tuple], *arguments: Any) -> list:
-    """The result of a function in a process of its own, which inherits this one's memory.
-
-    Raises:
-        RuntimeError: with the traceback or the signal that ended the process.
-    """
+def in_a_process(case: str, index: int) -> Attempt:
+    """`attempt` in a process of its own, which inherits this one's memory."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            message = json.dumps(function(*arguments))
+            os.write(writer, json.dumps(attempt(case, index)).encode())
         except BaseException:
-            message = json.dumps(traceback.format_exc())
-        os.write(writer, message.encode())
+            traceback.print_exc()
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        message = pipe.read()
+        found = pipe.read()
     _, status = os.waitpid(child, 0)
-    found = json.loads(message) if message else f"ended with {os.waitstatus_to_exitcode(status)}"
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+    if not found:
+        ended = os.waitstatus_to_exitcode(status)
+        raise RuntimeError(f"{case}, allocation {index}: no result, ended with {ended}")
+    return Attempt(*json.loads(found))
 
 
 def attempts(case: str) -> list[Attempt]:
     """One attempt for each allocation of a step, and a last one in which none fails."""
-    found = []
-    for index in itertools.count():
-        try:
-            found.append(Attempt(*forked(attempt, case, index)))
-        except RuntimeError as error:
-            raise RuntimeError(f"{case}, allocation {index}: {error}") from None
-        if not found[-1].failed_bytes:
-            return found
+    found = [in_a_process(case, 0)]
+    while found[-1].failed_bytes:
+        found.append(in_a_process(case, len(found)))
+    return found
 
 
 def main() -> None:

@@ -61,13 +61,6 @@ def test_every_kind_is_right(kind, training_dtype, monkeypatch):
     assert cell is None or not cell.faults
 
 
-@needs_cpu_library
-def test_large_weights_are_right_where_the_processor_has_amx(monkeypatch):
-    """There they are left to PyTorch's convolution."""
-    monkeypatch.setattr(torch_compat, "has_amx", lambda: True)
-    assert not check.check_kind("cpu", "large weight", check.Column(torch.bfloat16)).faults
-
-
 def first_tensor(results):
     """The first tensor of the results of a kernel."""
     if isinstance(results, torch.Tensor):
@@ -336,7 +329,14 @@ def test_a_result_in_another_dtype_is_a_fault():
     assert comparison.judgements["dx"].fault == ""
 
 
-def test_products_in_tf32_have_a_budget_of_their_own():
+@needs_cpu_library
+def test_large_weights_are_right_where_the_processor_has_amx(monkeypatch):
+    """There they are left to PyTorch's convolution."""
+    monkeypatch.setattr(torch_compat, "has_amx", lambda: True)
+    assert not check.check_kind("cpu", "large weight", check.Column(torch.bfloat16)).faults
+
+
+def test_with_tf32_products_and_one_rounding_have_a_budget_of_their_own():
     def plain(x, conv_weight):
         return F.conv2d(x, conv_weight)
 
@@ -348,15 +348,9 @@ def test_products_in_tf32_have_a_budget_of_their_own():
     wide = oracle.compare(rounded, plain, [problem], tf32=True).judgements
     assert strict["y"].share > 10
     assert wide["y"].share < 1
-
-
-def test_one_rounding_is_to_tf32_where_products_are():
-    """Eager is exact in all orders of evaluation, so that the budget is the rounding alone."""
-
-    def off(x):
-        return x * (1 + 2**-12)
-
-    found = oracle.compare(off, torch.clone, [{"x": torch.ones(8)}], tf32=True)
+    # PyTorch copies ones exactly, so that the budget is one rounding.
+    ones = [{"x": torch.ones(8)}]
+    found = oracle.compare(lambda x: x * (1 + 2**-12), torch.clone, ones, tf32=True)
     assert (found.judgements["y"].share, found.elements["y"].share) == (0.5, 0.25)
 
 

@@ -68,8 +68,6 @@ def snippet_names(channels):
         "LeakySwish": type("LeakySwish", (nn.Module,), {}),
         "images": torch.randn(2, 3, 16, 16),
         "labels": target,
-        "target": target,
-        "loss_fn": F.cross_entropy,
         "optimizer": optimizer,
         "train": train,
     }

@@ -69,7 +69,3 @@ def test_benchmarks_and_tests_do_not_import_each_other():
         if ROOT / "tests" / "bench" not in path.parents
     ]
     assert not found
-
-
-def test_no_file_has_a_name_that_says_nothing():
-    assert not [p for p in FILES if p.stem in ("utils", "helpers", "common", "misc")]

@@ -173,10 +173,7 @@ def test_transforms_in_bfloat16_beside_float32_parameters(transform, conv_dtype,
 
 
 SHAPES = {
-    "bn_weight": (10,),
-    "bn_bias": (10,),
-    "weight": (10,),
-    "bias": (10,),
+    **dict.fromkeys(("bn_weight", "bn_bias", "weight", "bias"), (10,)),
     "conv_weight": (6, 10, 3, 3),
     "scale": (3, 10),
     "branch": (3, 10, 5, 4),
