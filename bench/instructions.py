@@ -23,7 +23,7 @@ from typing import NamedTuple, cast
 
 from testbed.cuda_programs import cuobjdump
 
-CYCLES_PER_US = 1755  # base clock; an H100 and an H200 reach 1,980 at most
+CYCLES_PER_US = 1755  # clock rate; an H100 and an H200 reach 1,980 at most
 SCHEDULERS = 4  # per multiprocessor
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")

@@ -235,5 +235,5 @@ def test_on_a_gpu_machine_the_host_does_not_take_the_place_of_the_library(monkey
     with monkeypatch.context() as patches:
         patches.setattr(backends, "BACKENDS", before)
         patches.setattr(torch.cuda, "is_available", lambda: True)
-        assert not serve_cpu.install.__wrapped__()  # not what it returned before
+        assert not serve_cpu.install.__wrapped__()  # calls it again: its result is cached
         assert backends.BACKENDS is before

@@ -385,7 +385,7 @@ def test_relu_is_that_of_the_rounded_pre_activation(in_one_pass, dtype, x_dtype,
         dy = Gradient(dy.to(dtype).contiguous(memory_format=torch.channels_last))
         return kernels().norm_act_conv_backward(unit, dy, inputs, Wanted(input=True, weight=True))
 
-    if dispatch.current() == "cuda":  # which takes the sign of the operand of the product
+    if dispatch.current() == "cuda":  # masks by the sign of the rounded operand
         p = p.to(dtype)
     equal(gradients(torch.ones_like(x)).g.float(), torch.where(p <= 0, 0.0, 1.0))
     # Pixel k has a gradient in output channel k alone: no sum over pixels is rounded.

@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
         return t if name == "drawn" else t.contiguous(memory_format=torch.channels_last)
 
     def argument(self, name: str, kind: str) -> Any:
-        """A valid argument of a parameter with a type as schemas write it."""
+        """A valid argument for a parameter of this schema type."""
         count = self.counts.get(name, len(self.weights))
         if kind == "List[Tensor]":
             return [self.tensor(name, index) for index in range(count)]
