@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.accuracy.cases import randomised as randomised
-from preact_kernels.kernels.contract import Activation, Conv, Unit
-from preact_kernels.kernels.reference.activations import activation_gradient
+from preact_kernels.activations import Activation, activation_gradient
+from preact_kernels.kernels.contract import Conv, Unit
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.blocks import Stage
 

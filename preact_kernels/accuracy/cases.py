@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.kernels.contract import ACTIVATIONS
+from preact_kernels.activations import ACTIVATIONS
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.modules.norm_act import NormAct
 from preact_kernels.modules.norm_act_conv import NormActConv

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from preact_kernels.activations import JUMPS
 from preact_kernels.torch_compat import TorchDispatchMode
 
 Inputs = Mapping[str, Any]  # tensors or None, by the name of an argument
@@ -270,19 +271,6 @@ def judge_elements(
     return judgements
 
 
-_aten = torch.ops.aten
-
-# Values at which the gradients of activations jump.
-_KINKS = {
-    _aten.relu.default: (0,),
-    _aten.relu_.default: (0,),
-    _aten.leaky_relu.default: (0,),
-    _aten.elu.default: (0,),
-    _aten.hardtanh.default: (0, 6),
-    _aten.hardswish.default: (-3, 3),
-}
-
-
 class ReLUInputs(TorchDispatchMode):
     """Counts inputs of ReLU-like operators, and finds the smallest distance from a kink."""
 
@@ -291,7 +279,7 @@ class ReLUInputs(TorchDispatchMode):
         self.count, self.nearest = 0, math.inf
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        for kink in _KINKS.get(function, ()):
+        for kink in JUMPS.get(function, ()):
             self.count += args[0].numel()
             if args[0].numel():
                 self.nearest = min(self.nearest, float((args[0] - kink).abs().min()))

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
+from preact_kernels.activations import Activation, activate
 from preact_kernels.conversion.containers import mapped, tensors
 from preact_kernels.conversion.functions import is_write
 from preact_kernels.conversion.liveness import Reference
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import Activation
-from preact_kernels.kernels.reference.activations import activate
 from preact_kernels.ops.double_backward import gradients
 from preact_kernels.torch_compat import disable_torch_function
 

@@ -1,7 +1,7 @@
 """Rules for activations, dropout, sums, products and copies; see `registry.py`."""
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+from preact_kernels.activations import (
+    ACTIVATIONS,
+    CALLS,
+    DEFAULTS,
+    number_of,
+    read_call,
+)
 from preact_kernels.conversion.deferred import Deferred, Node
 from preact_kernels.conversion.operations import (
     ACTIVATION,
@@ -29,98 +36,15 @@ from preact_kernels.conversion.registry import (
     pixels,
     rule,
 )
-from preact_kernels.kernels.contract import Activation
 from preact_kernels.ops import checks, dispatch
-from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.dropout import drawn
 
 FIRST |= {Tensor.add_, Tensor.__iadd__, Tensor.contiguous}
 
 # Operations before an activation that can run fused with it.
 _ACTIVATED = (NORM, SCALE, SHIFT)
-_SOFTPLUS_THRESHOLD = 20
 
 
-def _number(value: Any) -> float | None:
-    """Converts a finite Python number to float; returns None for other values."""
-    if not isinstance(value, float | int) or isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _plain(name: str) -> Callable:
-    """Returns a function of arguments, for activations with at most an argument `inplace`."""
-    activation = activation_of(name)
-    return lambda input, inplace=False: (input, activation, inplace)
-
-
-def _always_in_place(name: str) -> Callable:
-    activation = activation_of(name)
-    return lambda input, /: (input, activation, True)
-
-
-def _with_parameter(name: str, value: object, is_in_place: object) -> tuple[Any, object]:
-    """An activation with a parameter, or None if it is not served, and whether it is in place."""
-    number = _number(value)
-    if number is None or (is_in_place and number < 0):  # PyTorch's backward refuses these
-        return None, is_in_place
-    return Activation(name, number), is_in_place
-
-
-def _leaky_relu(input, negative_slope=0.01, inplace=False):
-    return input, *_with_parameter("leaky_relu", negative_slope, inplace)
-
-
-def _elu(input, alpha=1.0, inplace=False):
-    return input, *_with_parameter("elu", alpha, inplace)
-
-
-def _softplus(input, beta=1, threshold=20):
-    number = _number(beta)
-    is_served = number is not None and number > 0 and _number(threshold) == _SOFTPLUS_THRESHOLD
-    return input, Activation("softplus", beta) if is_served else None, False
-
-
-def _gelu(input, *, approximate="none"):
-    names = {"none": "gelu", "tanh": "gelu_tanh"}
-    name = names.get(approximate) if isinstance(approximate, str) else None
-    return input, Activation(name) if name else None, False
-
-
-def _hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False):
-    is_relu6 = _number(min_val) == 0 and _number(max_val) == 6
-    return input, Activation("relu6") if is_relu6 else None, inplace
-
-
-def _in_place(arguments: Callable) -> Callable:
-    return lambda *args, **kwargs: arguments(*args, **{**kwargs, "inplace": True})
-
-
-@rule(F.relu_, torch.relu_, Tensor.relu_, arguments=_always_in_place("relu"))
-@rule(F.relu, torch.relu, Tensor.relu, arguments=_plain("relu"))
-@rule(F.relu6, arguments=_plain("relu6"))
-@rule(F.hardtanh, arguments=_hardtanh)
-@rule(F.hardtanh_, arguments=_in_place(_hardtanh))
-@rule(F.leaky_relu, arguments=_leaky_relu)
-@rule(F.leaky_relu_, arguments=_in_place(_leaky_relu))
-@rule(F.elu, arguments=_elu)
-@rule(F.elu_, arguments=_in_place(_elu))
-@rule(F.silu, arguments=_plain("silu"))
-@rule(F.mish, arguments=_plain("mish"))
-@rule(F.hardswish, arguments=_plain("hardswish"))
-@rule(F.gelu, arguments=_gelu)
-@rule(F.softplus, arguments=_softplus)
-@rule(torch.sigmoid_, Tensor.sigmoid_, arguments=_always_in_place("sigmoid"))
-@rule(
-    *(torch.sigmoid, Tensor.sigmoid, torch.special.expit),
-    arguments=lambda input, /: (input, Activation("sigmoid"), False),
-)
-@rule(torch.tanh_, Tensor.tanh_, arguments=_always_in_place("tanh"))
-@rule(torch.tanh, Tensor.tanh, arguments=lambda input, /: (input, Activation("tanh"), False))
 def record_activation(region: Any, x: Any, activation: Any, in_place: object = False) -> Any:
     """Defers an activation."""
     if activation is None or not is_pending(x) or type(in_place) is not bool:
@@ -129,7 +53,7 @@ def record_activation(region: Any, x: Any, activation: Any, in_place: object = F
     if activation.name != "relu":
         if node.operation not in _ACTIVATED:
             return NotImplemented
-        if activation.name == "softplus" and _is_widened(region, node):
+        if ACTIVATIONS[activation.name].is_widened and _is_widened(region, node):
             return NotImplemented
     if region.context_for(node.context.device) is None:
         return NotImplemented
@@ -138,8 +62,12 @@ def record_activation(region: Any, x: Any, activation: Any, in_place: object = F
     )
 
 
+for _function in CALLS:
+    rule(_function, arguments=partial(read_call, _function))(record_activation)
+
+
 def _is_widened(region: Any, node: Node) -> bool:
-    """Whether autocast on CUDA computes softplus in float32."""
+    """Whether autocast on CUDA computes some activations of `node` in float32."""
     context = region.context_for(node.context.device)
     is_half = node.dtype in (torch.bfloat16, torch.float16)
     is_cuda = node.context.device.type == "cuda"
@@ -263,9 +191,9 @@ def _record_mul(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
         return NotImplemented if in_place else _record_number(region, torch.mul, x, number)
     if is_pending(a) and is_pending(b):
         if _is_sigmoid_of(b, a):
-            return record_activation(region, a, Activation("silu"), in_place)
+            return record_activation(region, a, DEFAULTS["silu"], in_place)
         if _is_sigmoid_of(a, b) and not in_place:
-            return record_activation(region, b, Activation("silu"))
+            return record_activation(region, b, DEFAULTS["silu"])
         return NotImplemented
     deferred: Any = a if is_pending(a) else b
     if not is_pending(deferred) or deferred.preact_node.operation is not NORM:
@@ -295,7 +223,7 @@ def _record_div(region: Any, x: Any, other: Any) -> Any:
 
 def _record_number(region: Any, func: Callable, x: Any, number: Any) -> Any:
     """Defers a product with, or a quotient by, a number."""
-    if not is_pending(x) or _number(number) is None:
+    if not is_pending(x) or number_of(number) is None:
         return NotImplemented
     node = x.preact_node
     if region.context_for(node.context.device) is None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from preact_kernels import torch_compat
+from preact_kernels.activations import Activation
 from preact_kernels.conversion.deferred import Node, become_plain
 from preact_kernels.conversion.matching import Activated, Match, Matcher, Unit
 from preact_kernels.conversion.operations import (
@@ -31,7 +32,6 @@ from preact_kernels.conversion.operations import (
 from preact_kernels.conversion.recomputation import MOST_UNITS, Recomputation, Recomputed
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import Activation
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from preact_kernels import torch_compat
+from preact_kernels.activations import Activation
 from preact_kernels.conversion import rules
 from preact_kernels.conversion.containers import replaced, tensors
 from preact_kernels.conversion.deferred import Deferred, compute
@@ -22,7 +23,6 @@ from preact_kernels.conversion.norm_modules import is_norm
 from preact_kernels.conversion.owners import CONVERSION, Owners
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import Outcome
-from preact_kernels.kernels.contract import Activation
 
 _KEY: Any = "preact_kernels"  # key of the hooks in a module's dictionaries
 GIVEN_BACK = "preact_given_back"  # attribute of a module that must run plain, with the reason

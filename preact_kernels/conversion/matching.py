@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from preact_kernels.activations import ACTIVATIONS
 from preact_kernels.conversion.deferred import Node
 from preact_kernels.conversion.operations import (
     ACTIVATION,
@@ -22,15 +23,6 @@ from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
 
 _NORMS = {BatchNorm: "BN", GroupNorm: "GN", LayerNorm: "LN", InstanceNorm: "IN"}
-_ACTIVATIONS = {
-    "relu": "ReLU",
-    "leaky_relu": "LeakyReLU",
-    "relu6": "ReLU6",
-    "silu": "SiLU",
-    "gelu": "GELU",
-    "gelu_tanh": "GELU",
-    "elu": "ELU",
-}
 
 
 class Activated(NamedTuple):
@@ -69,8 +61,7 @@ class Activated(NamedTuple):
         if self.shift is not None:
             parts.append("Shift")
         if self.activation is not None:
-            name = self.activation.settings.name
-            parts.append(_ACTIVATIONS.get(name, name.capitalize()))
+            parts.append(ACTIVATIONS[self.activation.settings.name].title)
         return "-".join(parts)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from preact_kernels import torch_compat
+from preact_kernels.activations import Activation
 from preact_kernels.conversion.elementwise_rules import record_activation
 from preact_kernels.conversion.registry import is_pending
-from preact_kernels.kernels.contract import Activation
 from preact_kernels.ops.activation import activation_of
 
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
+from preact_kernels.activations import activate
 from preact_kernels.conversion.deferred import Node, Operation
 from preact_kernels.conversion.owners import Owner
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.kernels.reference.activations import activate
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm
 from preact_kernels.ops.norm_act import NormArguments

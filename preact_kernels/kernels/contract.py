@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from preact_kernels.activations import RELU, Activation
 from preact_kernels.kernels.dropout import Mask, dropout, dropout_bits
 from preact_kernels.kernels.layout import nchw, nhwc
 
@@ -48,34 +49,6 @@ def samples_of(shape: Sequence[int]) -> int:
     for size in shape[2:]:
         count = count * size
     return count
-
-
-class Activation(NamedTuple):
-    """An elementwise function: a name of `ACTIVATIONS`, and its parameter."""
-
-    name: str
-    parameter: float = 0.0
-
-
-# Activations and the default of their parameter: the negative slope of leaky_relu, alpha of elu,
-# beta of softplus (threshold 20). The others have no parameter. gelu_tanh is `F.gelu` with
-# `approximate="tanh"`.
-ACTIVATIONS = {
-    "relu": 0.0,
-    "leaky_relu": 0.01,
-    "identity": 0.0,
-    "relu6": 0.0,
-    "silu": 0.0,
-    "gelu": 0.0,
-    "gelu_tanh": 0.0,
-    "elu": 1.0,
-    "hardswish": 0.0,
-    "mish": 0.0,
-    "softplus": 1.0,
-    "sigmoid": 0.0,
-    "tanh": 0.0,
-}
-RELU = Activation("relu")
 
 
 class Conv(NamedTuple):
@@ -133,8 +106,8 @@ class Norm(NamedTuple):
     weight: Tensor
     bias: Tensor | None  # None only in an affine step that does not differentiate the activation
     eps: float
-    activation: str = "relu"  # a name of `ACTIVATIONS`
-    parameter: float = 0.0  # see `ACTIVATIONS`
+    activation: str = "relu"  # a name of `activations.ACTIVATIONS`
+    parameter: float = 0.0  # of the activation
 
     @property
     def has_rows(self) -> bool:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
+from preact_kernels.activations import RELU
 from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
-    RELU,
     BlockRun,
     Epilogue,
     Gradient,

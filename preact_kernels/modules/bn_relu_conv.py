@@ -5,7 +5,7 @@ from typing import cast
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from preact_kernels.kernels.contract import RELU
+from preact_kernels.activations import RELU
 from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_norm, plain_batch_norm
 from preact_kernels.modules.conv import add_residual, conv_arguments, is_bare_conv, plain_conv
 from preact_kernels.ops import checks

@@ -1,8 +1,9 @@
 """The argument `activation` of public functions."""
 
+import math
 from typing import Any
 
-from preact_kernels.kernels.contract import ACTIVATIONS, Activation
+from preact_kernels.activations import ACTIVATIONS, DEFAULTS, Activation
 from preact_kernels.ops import checks
 
 
@@ -25,12 +26,12 @@ def activation_of(value: Any) -> Activation:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"activation: expected one of {known}, got {name!r}")
     if not parameter:
-        return Activation(name, ACTIVATIONS[name])
-    if not ACTIVATIONS[name]:
+        return DEFAULTS[name]
+    expected = ACTIVATIONS[name].parameter
+    if expected is None:
         raise ValueError(f"activation: expected no parameter of {name!r}, got {parameter[0]!r}")
     checks.check_number("activation", parameter[0])
-    is_finite = abs(parameter[0]) != float("inf")
-    if not is_finite or (name == "softplus" and parameter[0] == 0):
-        wanted = "a finite number other than 0" if name == "softplus" else "a finite number"
+    if not math.isfinite(parameter[0]) or (parameter[0] == 0 and not expected.may_be_zero):
+        wanted = f"a finite number{'' if expected.may_be_zero else ' other than 0'}"
         raise ValueError(f"activation: expected {wanted} with {name!r}, got {parameter[0]}")
     return Activation(name, float(parameter[0]))

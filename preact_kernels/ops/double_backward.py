@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from preact_kernels.activations import Activation, activate
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import Activation, Norm
-from preact_kernels.kernels.reference.activations import activate
+from preact_kernels.kernels.contract import Norm
 from preact_kernels.torch_compat import is_transformed
 
 

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from preact_kernels.activations import ACTIVATIONS, RELU, Activation, activate
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import (
-    RELU,
-    Activation,
-    AffineStep,
-    Gradient,
-    Kernels,
-    Norm,
-    Statistics,
-)
-from preact_kernels.kernels.reference.activations import activate
+from preact_kernels.kernels.contract import AffineStep, Gradient, Kernels, Norm, Statistics
 from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.autocast import is_autocast
@@ -223,8 +215,8 @@ def zero_sums(x: Tensor, norm: Norm) -> Tensor:
 
 
 def activated_dtype(norm: NormArguments, activation: Activation, x: Tensor) -> torch.dtype:
-    """The dtype of PyTorch's activation; on CUDA, autocast computes softplus in float32."""
-    is_widened = activation.name == "softplus" and x.is_cuda and is_autocast(x)
+    """The dtype of PyTorch's activation; on CUDA, autocast computes some in float32."""
+    is_widened = ACTIVATIONS[activation.name].is_widened and x.is_cuda and is_autocast(x)
     return torch.float32 if is_widened else norm.result_dtype(x)
 
 

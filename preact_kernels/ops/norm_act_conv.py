@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from preact_kernels.activations import Activation
 from preact_kernels.kernels import layout, pytorch_conv
 from preact_kernels.kernels.contract import (
-    Activation,
     AffineStep,
     Epilogue,
     Gradient,

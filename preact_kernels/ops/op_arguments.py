@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from preact_kernels.kernels.contract import ACTIVATIONS, Conv, statistics_dtype
+from preact_kernels.activations import ACTIVATIONS
+from preact_kernels.kernels.contract import Conv, statistics_dtype
 from preact_kernels.ops import checks
 
 _passed = checks.Passed()

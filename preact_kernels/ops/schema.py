@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from preact_kernels.activations import Activation
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
-    Activation,
     AffineStep,
     Conv,
     Epilogue,

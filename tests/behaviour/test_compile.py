@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import preact_kernels as pk
-from preact_kernels.kernels.contract import RELU, Activation
+from preact_kernels.activations import RELU, Activation
 from preact_kernels.ops import schema
 from tests.cases import (
     EVERY_MODULE,

@@ -32,10 +32,9 @@ import pytest
 import torch
 import triton
 
+from preact_kernels.activations import DEFAULTS
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import (
-    ACTIVATIONS,
-    Activation,
     AffineStep,
     BlockRun,
     Conv,
@@ -149,7 +148,7 @@ def all_tasks(capabilities: Sequence[int] | None) -> list[Task]:
     for c in capabilities or CAPABILITIES:
         found += [Task(c, torch.bfloat16, block, stream=torch.float32) for block in BLOCKS]
         for dtype in dtypes:
-            found += [Task(c, dtype, shape) for shape in (None, *ACTIVATIONS, *BLOCKS, *SHAPES)]
+            found += [Task(c, dtype, shape) for shape in (None, *DEFAULTS, *BLOCKS, *SHAPES)]
             fused = itertools.product(SHAPES, FUSED)
             found += [Task(c, dtype, shape, activation=name) for shape, name in fused]
         if c == 90:
@@ -221,7 +220,7 @@ def distinct_launches(todo: Sequence[Task]) -> dict[tuple, Launch]:
 def empty_norm(*shape: int, activation: str = "relu") -> Norm:
     """A norm of meta tensors `[C]` or `[N, C]`."""
     tensors = (torch.empty(shape, device="meta") for _ in range(4))
-    return Norm(*tensors, 1e-5, activation, ACTIVATIONS[activation])
+    return Norm(*tensors, 1e-5, *DEFAULTS[activation])
 
 
 def gradients(
@@ -309,7 +308,7 @@ def launch_conv(task: Task) -> None:
     weight = torch.empty(out_channels, channels, kernel, kernel, dtype=task.dtype, device="meta")
     conv = Conv((stride, stride), (kernel // 2, kernel // 2), (1, 1), 1)
     unit, inputs = unit_of(weight, conv, task.dtype), Inputs(x, empty_norm(channels), weight)
-    unit = unit._replace(activation=Activation(task.activation, ACTIVATIONS[task.activation]))
+    unit = unit._replace(activation=DEFAULTS[task.activation])
     widens = out_channels > channels  # the last convolution of a bottleneck
     skip = y if widens else None
     kernels.norm_act_conv_forward(unit, inputs, Epilogue(None, skip, True))

@@ -9,16 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from preact_kernels.activations import DEFAULTS, Activation, activation_gradient
 from preact_kernels.kernels import reference
-from preact_kernels.kernels.contract import (
-    ACTIVATIONS,
-    Activation,
-    AffineStep,
-    Gradient,
-    Norm,
-    Output,
-)
-from preact_kernels.kernels.reference.activations import activation_gradient
+from preact_kernels.kernels.contract import AffineStep, Gradient, Norm, Output
 from tests.kernels.cuda_conv_cases import EPS, kernels
 from tests.oracle import assert_within_budget
 
@@ -81,7 +74,7 @@ def arguments(shape, dtype, inv_count=None, offset=0, rows="", activation="relu"
         torch.randn(n, channels) if name in rows.split() else torch.randn(channels)
         for name in ("mean", "var", "weight", "bias")
     )
-    function = Activation(activation, ACTIVATIONS[activation])
+    function = DEFAULTS[activation]
     norm = Norm(mean / 3, var.abs() + 0.5, weight, bias / 2, EPS, *function)
     sums = torch.randn(2, *[n] * bool(rows), channels) * count**0.5
     inv_count = 1 / count if inv_count is None else inv_count

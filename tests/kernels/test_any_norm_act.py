@@ -6,16 +6,9 @@ Without a GPU the CUDA kernels run on the host (`testbed/cuda_on_host/`).
 import pytest
 import torch
 
+from preact_kernels.activations import ACTIVATIONS, Activation, activate, activation_gradient
 from preact_kernels.kernels import reference
-from preact_kernels.kernels.contract import (
-    ACTIVATIONS,
-    Activation,
-    AffineStep,
-    Gradient,
-    Norm,
-    statistics_dtype,
-)
-from preact_kernels.kernels.reference.activations import activate, activation_gradient
+from preact_kernels.kernels.contract import AffineStep, Gradient, Norm, statistics_dtype
 from preact_kernels.ops import dispatch
 from tests.cases import INF, NAN, SERVED_DTYPES, gradient_on_gpu, served_by_vectors
 from tests.kernels.cuda_conv_cases import set_schedule

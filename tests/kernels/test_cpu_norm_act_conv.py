@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from preact_kernels.activations import DEFAULTS, Activation
 from preact_kernels.kernels import cpu, reference
 from preact_kernels.kernels.contract import (
-    ACTIVATIONS,
-    Activation,
     AffineStep,
     Conv,
     Epilogue,
@@ -158,9 +157,9 @@ def test_a_row_depends_on_its_image(conv):
 
 
 def test_every_activation_in_the_prologue_and_in_the_input_gradient():
-    for name, parameter in ACTIVATIONS.items():
+    for activation in DEFAULTS.values():
         for conv in (CONVS["3x3, strips of an image"], CONVS["1x1"]):
-            unit, inputs = problem(conv, torch.float32, Activation(name, parameter), (True,) * 3)
+            unit, inputs = problem(conv, torch.float32, activation, (True,) * 3)
             true_unit, true_inputs = in_double(unit), in_double(inputs)
             kernels = cpu.kernels()
             y = kernels.norm_act_conv_forward(unit, inputs).y

@@ -38,10 +38,10 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from preact_kernels.activations import Activation
 from preact_kernels.kernels import reference
 from preact_kernels.kernels import triton as kernels
 from preact_kernels.kernels.contract import (
-    Activation,
     AffineStep,
     Conv,
     Epilogue,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.kernels.contract import ACTIVATIONS
+from preact_kernels.activations import ACTIVATIONS
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.block_arguments import BlockArguments, StageContext, checked_block

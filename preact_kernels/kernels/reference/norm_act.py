@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Activation, Gradient, Norm, statistics_dtype
-from preact_kernels.kernels.reference.activations import activate, activation_gradient
+from preact_kernels.activations import Activation, activate, activation_gradient
+from preact_kernels.kernels.contract import Gradient, Norm, statistics_dtype
 
 
 def _image(t: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Activations and their gradients: device functions of float32 tiles.
 
-`ACTIVATION` is a name of `contract.ACTIVATIONS`, and `parameter` its parameter or None. Formulas
+`ACTIVATION` is a name of `activations.ACTIVATIONS`, and `parameter` its parameter or None. Formulas
 are PyTorch's, or equivalent with less rounding. NaN and infinities give what PyTorch gives on a
 GPU. The gradient of an infinite or very large p may be NaN, from 0 * inf.
 """
@@ -10,9 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from preact_kernels.kernels.contract import ACTIVATIONS
-
-_WITH_PARAMETER = [name for name, parameter in ACTIVATIONS.items() if parameter != 0]
+from preact_kernels.activations import ACTIVATIONS
 
 _LOG2_E = tl.constexpr(1.4426950216293335)  # float32 of log2(e)
 _LOG2_E_REST = tl.constexpr(1.9259629911266175e-08)
@@ -33,7 +31,7 @@ class KernelActivation(NamedTuple):
 
 def kernel_activation(name: str, parameter: float) -> KernelActivation:
     """An activation for kernels; the parameter is None if the activation has none."""
-    return KernelActivation(name, float(parameter) if name in _WITH_PARAMETER else None)
+    return KernelActivation(name, float(parameter) if ACTIVATIONS[name].parameter else None)
 
 
 @triton.jit

@@ -1,0 +1,115 @@
+"""The rows of `ACTIVATIONS` agree with PyTorch, and no place that knows activations lacks one."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import preact_kernels as pk
+from preact_kernels.activations import (
+    ACTIVATIONS,
+    DEFAULTS,
+    activate,
+    activation_gradient,
+    activation_of_module,
+    read_call,
+)
+from tests import cases
+
+ROOT = Path(__file__).parents[2]
+PARAMETER = 1.75  # of all activations that have one
+every_row = pytest.mark.parametrize("name", ACTIVATIONS)
+
+
+def with_parameter(name):
+    default = DEFAULTS[name]
+    return default._replace(parameter=PARAMETER) if ACTIVATIONS[name].parameter else default
+
+
+def values():
+    return torch.linspace(-7, 7, 14001, dtype=torch.float64)
+
+
+@every_row
+def test_the_gradient_is_the_derivative(name):
+    p, activation = values().requires_grad_(), with_parameter(name)
+    dy = torch.linspace(-1, 2, len(p), dtype=p.dtype)
+    (expected,) = torch.autograd.grad(activate(p, activation), p, dy)
+    torch.testing.assert_close(activation_gradient(dy, p.detach(), activation), expected)
+
+
+@every_row
+def test_gradients_jump_where_the_row_says(name):
+    p, activation = values(), with_parameter(name)
+    steps = activation_gradient(torch.ones_like(p), p, activation).diff().abs()
+    found = {round(float(p[i]), 2) for i in steps.gt(0.05).nonzero().flatten()}
+    assert found == {v for jumps in ACTIVATIONS[name].jumps.values() for v in jumps}
+
+
+@every_row
+def test_modules_are_read(name):
+    row = ACTIVATIONS[name]
+    options = [()]
+    if row.parameter:
+        options.append((PARAMETER,))
+    elif sum(other.module is row.module for other in ACTIVATIONS.values()) > 1:
+        options = [(name.partition("_")[2] or "none",)]
+    for arguments in options:
+        module = row.module(*arguments)
+        expected = with_parameter(name) if arguments and row.parameter else DEFAULTS[name]
+        assert activation_of_module(module) == expected
+        torch.testing.assert_close(module(values()), activate(values(), expected))
+
+
+@every_row
+def test_calls_are_read(name):
+    for function in ACTIVATIONS[name].calls:
+        label = function.__name__
+        x = values()
+        given = (x, PARAMETER) if ACTIVATIONS[name].parameter else (x,)
+        options = {}
+        if label in ("gelu", "hardtanh", "hardtanh_"):
+            options = {"approximate": name.partition("_")[2] or "none"}
+            if label != "gelu":
+                options = {"min_val": 0, "max_val": 6.0}
+        read, activation, in_place = read_call(function, *given, **options)
+        assert read is x and activation == with_parameter(name), label
+        assert in_place is label.endswith("_"), label
+        expected = activate(values(), activation)
+        torch.testing.assert_close(function(*given, **options), expected, msg=label)
+        assert torch.equal(x, expected if in_place else values()), label
+
+
+def test_arguments_of_other_functions_are_not_read():
+    x = values()
+    for function, *arguments in (
+        (torch.nn.functional.hardtanh, -1, 1),
+        (torch.nn.functional.hardtanh, torch.zeros(()), 6),
+        (torch.nn.functional.softplus, 1, 10),
+        (torch.nn.functional.softplus, 0),
+        (torch.nn.functional.leaky_relu, float("inf")),
+        (torch.nn.functional.leaky_relu, True),
+        (torch.nn.functional.leaky_relu_, -0.5),
+        (torch.nn.functional.elu_, -1),
+        (torch.nn.functional.elu, 10**400),
+    ):
+        assert read_call(function, x, *arguments)[1] is None, (function, arguments)
+    assert read_call(torch.nn.functional.gelu, x, approximate="other")[1] is None
+    with pytest.raises(TypeError):
+        read_call(torch.sigmoid, input=x)
+
+
+def test_documentation_and_tests_name_every_activation():
+    table = re.findall(r"^\| `([a-z_0-9`, ]+)` \|", (ROOT / "docs/norms.md").read_text(), re.M)
+    documented = {name for line in table for name in line.replace("`", "").split(", ")}
+    assert documented >= ACTIVATIONS.keys()
+    for name in ACTIVATIONS:
+        assert f'`"{name}"`' in inspect.getdoc(pk.group_norm_act), name
+    tested = {a if isinstance(a, str) else a[0] for a, _ in cases.ACTIVATIONS.values()}
+    assert tested == ACTIVATIONS.keys()
+    for name, row in ACTIVATIONS.items():
+        if row.parameter:  # one more case with another parameter
+            others = [a for a, _ in cases.ACTIVATIONS.values() if a[0] == name]
+            assert any(parameter != row.parameter.default for _, parameter in others), name
