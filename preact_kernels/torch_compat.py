@@ -329,7 +329,7 @@ def is_recomputing() -> bool:
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
+def call_after_backward(function: Callable[[], Any]) -> None:
     """Calls a function at the end of the backward that runs on this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 

@@ -2,18 +2,23 @@
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from preact_kernels import torch_compat
 from preact_kernels.activations import Activation, activate
 from preact_kernels.conversion.containers import mapped, tensors
+from preact_kernels.conversion.context import Context
 from preact_kernels.conversion.functions import is_write
 from preact_kernels.conversion.liveness import Reference
+from preact_kernels.conversion.owners import Owner, Owners
+from preact_kernels.conversion.report import Outcome
 from preact_kernels.kernels import layout
+from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.double_backward import gradients
 from preact_kernels.torch_compat import disable_torch_function
 
@@ -26,6 +31,52 @@ class Operation(NamedTuple):
     is_activation: bool = False
     is_sum: bool = False
     precedes_activation: bool = False  # an activation usually follows
+
+
+# Runs consecutive blocks. Arguments: the blocks, their input, the module of the first batch norm
+# (if known), and the dtype of the convolutions.
+StageRunner = Callable[[list[BlockArguments], Tensor, nn.Module | None, torch.dtype], Tensor]
+
+
+class Recording(Protocol):
+    """What nodes, rules and executions ask of a `region.Region`, which imports them."""
+
+    context: Context  # modes of the last recorded operation
+    copies: dict[int, Tensor]
+    evaluated: set[int]
+    lock: threading.RLock
+    memory: str
+    is_traced: bool
+    outcomes: list[tuple[nn.Module | None, Outcome]]
+    owners: Owners
+    recomputed: "dict[int, dict[Node, Tensor]]"
+    refusal: str
+    run_stage: StageRunner | None
+    tensor_types: frozenset[type]
+    updated: set[int]
+
+    def is_recording(self) -> bool: ...
+    def is_in_function(self) -> bool: ...
+    def context_for(self, device: torch.device) -> Context | None: ...
+    def normalises(self, t: Tensor) -> bool: ...
+    def note(self, owner: Owner | None, reason: str) -> None: ...
+    def before_statistics(self, statistics: Sequence[Tensor], is_updated: bool) -> None: ...
+    def named_activation(self, called: type) -> Activation | None: ...
+    def compute(self, targets: "Sequence[Node]", reader: object) -> None: ...
+    def compute_again(self, node: "Node") -> None: ...
+    def flush(self, reader: object) -> None: ...
+    def keep(self, t: "Deferred") -> None: ...
+
+    def record(
+        self,
+        operation: Operation,
+        tensors: Sequence[Tensor],
+        settings: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        channels_last: bool,
+        in_place: bool = False,
+    ) -> Any: ...
 
 
 class Node:
@@ -79,7 +130,7 @@ class Node:
 
     def __init__(
         self,
-        region: Any,
+        region: Recording,
         operation: Operation,
         settings: Any,
         inputs: "Sequence[Node | Tensor]",

@@ -16,7 +16,7 @@ from preact_kernels.activations import (
     number_of,
     read_call,
 )
-from preact_kernels.conversion.deferred import Deferred, Node
+from preact_kernels.conversion.deferred import Deferred, Node, Recording
 from preact_kernels.conversion.operations import (
     ACTIVATION,
     ADD,
@@ -45,7 +45,7 @@ FIRST |= {Tensor.add_, Tensor.__iadd__, Tensor.contiguous}
 _ACTIVATED = (NORM, SCALE, SHIFT)
 
 
-def record_activation(region: Any, x: Any, activation: Any, in_place: object = False) -> Any:
+def record_activation(region: Recording, x: Any, activation: Any, in_place: object = False) -> Any:
     """Defers an activation."""
     if activation is None or not is_pending(x) or type(in_place) is not bool:
         return NotImplemented
@@ -66,7 +66,7 @@ for _function in CALLS:
     rule(_function, arguments=partial(read_call, _function))(record_activation)
 
 
-def _is_widened(region: Any, node: Node) -> bool:
+def _is_widened(region: Recording, node: Node) -> bool:
     """Whether autocast on CUDA computes some activations of `node` in float32."""
     context = region.context_for(node.context.device)
     is_half = node.dtype in (torch.bfloat16, torch.float16)
@@ -78,7 +78,7 @@ def _is_widened(region: Any, node: Node) -> bool:
     *(F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout),
     arguments=lambda input, p=0.5, training=True, inplace=False: (input, p, training),
 )
-def _no_dropout(region: Any, x: Any, p: Any, training: object) -> Any:
+def _no_dropout(region: Recording, x: Any, p: Any, training: object) -> Any:
     """Returns the input if nothing is dropped, as PyTorch does."""
     if not is_pending(x) or type(p) not in (float, int) or not 0 <= p <= 1:
         return NotImplemented
@@ -89,7 +89,7 @@ def _no_dropout(region: Any, x: Any, p: Any, training: object) -> Any:
     F.dropout,
     arguments=lambda input, p=0.5, training=True, inplace=False: (input, p, training, inplace),
 )
-def _record_dropout(region: Any, x: Any, p: Any, training: object, in_place: object) -> Any:
+def _record_dropout(region: Recording, x: Any, p: Any, training: object, in_place: Any) -> Any:
     """Draws the mask, and defers the product."""
     if _no_dropout(region, x, p, training) is x:
         return x
@@ -111,7 +111,7 @@ def _record_dropout(region: Any, x: Any, p: Any, training: object, in_place: obj
     return result
 
 
-def _is_per_sample(node: Node, t: Any, region: Any) -> bool:
+def _is_per_sample(node: Node, t: Any, region: Recording) -> bool:
     """Whether `t` has one value per channel, or per image and channel, of a node."""
     if type(t) not in region.tensor_types or t.dim() != len(node.shape):
         return False
@@ -132,7 +132,7 @@ def _is_per_sample(node: Node, t: Any, region: Any) -> bool:
     *(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__),
     arguments=lambda input, other, /: (input, other),
 )
-def _record_add(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
+def _record_add(region: Recording, a: Any, b: Any, in_place: bool = False) -> Any:
     if not (is_pending(a) or (is_pending(b) and not in_place)):
         return NotImplemented
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
@@ -156,7 +156,9 @@ def _keeps_strides(node: Node, t: Tensor) -> bool:
     return is_broadcast and (t.stride(0) > t.stride(1) or t.shape[0] < node.shape[0])
 
 
-def _record_per_sample(region: Any, operation: Any, a: Any, b: Any, in_place: bool = False) -> Any:
+def _record_per_sample(
+    region: Recording, operation: Any, a: Any, b: Any, in_place: bool = False
+) -> Any:
     """Defers a sum or a product of an image and a tensor `[N, C, 1, ...]`."""
     x, other = (a, b) if is_pending(a) else (b, a)
     node = x.preact_node
@@ -174,7 +176,7 @@ def _record_per_sample(region: Any, operation: Any, a: Any, b: Any, in_place: bo
     *(Tensor.add_, Tensor.__iadd__),
     arguments=lambda input, other, *, alpha=None: (input, other, alpha),
 )
-def _add_in_place(region: Any, x: Any, other: Any, alpha: Any) -> Any:
+def _add_in_place(region: Recording, x: Any, other: Any, alpha: Any) -> Any:
     if not isinstance(x, Deferred):  # a recomputation of a checkpoint must not count a batch again
         is_counted = torch_compat.is_recomputing() and region.owners.is_batch_count(x)
         return x if is_counted else NotImplemented
@@ -185,7 +187,7 @@ def _add_in_place(region: Any, x: Any, other: Any, alpha: Any) -> Any:
     *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply),
     arguments=lambda input, other, /: (input, other),
 )
-def _record_mul(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
+def _record_mul(region: Recording, a: Any, b: Any, in_place: bool = False) -> Any:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         x, number = (a, b) if isinstance(a, Tensor) else (b, a)
         return NotImplemented if in_place else _record_number(region, torch.mul, x, number)
@@ -202,7 +204,7 @@ def _record_mul(region: Any, a: Any, b: Any, in_place: bool = False) -> Any:
 
 
 @rule(Tensor.mul_, Tensor.__imul__, arguments=lambda input, other, /: (input, other))
-def _mul_in_place(region: Any, a: Any, b: Any) -> Any:
+def _mul_in_place(region: Recording, a: Any, b: Any) -> Any:
     return _record_mul(region, a, b, True) if is_pending(a) else NotImplemented
 
 
@@ -217,11 +219,11 @@ def _is_sigmoid_of(y: Any, x: Any) -> bool:
     *(torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, torch.divide),
     arguments=lambda input, other, /: (input, other),
 )
-def _record_div(region: Any, x: Any, other: Any) -> Any:
+def _record_div(region: Recording, x: Any, other: Any) -> Any:
     return _record_number(region, torch.div, x, other)
 
 
-def _record_number(region: Any, func: Callable, x: Any, number: Any) -> Any:
+def _record_number(region: Recording, func: Callable, x: Any, number: Any) -> Any:
     """Defers a product with, or a quotient by, a number."""
     if not is_pending(x) or number_of(number) is None:
         return NotImplemented
@@ -233,7 +235,7 @@ def _record_number(region: Any, func: Callable, x: Any, number: Any) -> Any:
 
 
 @rule(torch.addcmul, Tensor.addcmul, arguments=lambda *args, **kwargs: (args, kwargs))
-def _record_addcmul(region: Any, args: tuple, kwargs: dict) -> Any:
+def _record_addcmul(region: Recording, args: tuple, kwargs: dict) -> Any:
     """Defers `shift + h * scale`."""
 
     def arguments(input, tensor1, tensor2, *, value=1):
@@ -263,7 +265,7 @@ def _cast_to(dtype: torch.dtype) -> Callable:
 @rule(Tensor.half, arguments=_cast_to(torch.float16))
 @rule(Tensor.bfloat16, arguments=_cast_to(torch.bfloat16))
 @rule(Tensor.to, Tensor.type, arguments=lambda input, dtype, /: (input, dtype))
-def _cast(region: Any, x: Any, dtype: object) -> Any:
+def _cast(region: Recording, x: Any, dtype: object) -> Any:
     """Returns the input if it has the dtype, as PyTorch does."""
     return x if is_pending(x) and dtype is x.dtype else NotImplemented
 
@@ -272,7 +274,7 @@ def _cast(region: Any, x: Any, dtype: object) -> Any:
     Tensor.contiguous,
     arguments=lambda input, memory_format=torch.contiguous_format: (input, memory_format),
 )
-def _record_contiguous(region: Any, x: Any, memory_format: object) -> Any:
+def _record_contiguous(region: Recording, x: Any, memory_format: object) -> Any:
     """Returns the input if it is contiguous, as PyTorch does.
 
     Defers the copy of a channels_last image that a pending norm saves, since a convolution of the

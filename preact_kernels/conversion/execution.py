@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from preact_kernels import torch_compat
 from preact_kernels.activations import Activation
-from preact_kernels.conversion.deferred import Node, become_plain
+from preact_kernels.conversion.deferred import Node, Recording, become_plain
 from preact_kernels.conversion.matching import Activated, Match, Matcher, Unit
 from preact_kernels.conversion.operations import (
     ACTIVATION,
@@ -48,16 +48,12 @@ _IDENTITY = Activation("identity")
 # Operations after a fused operation that a backward may compute again.
 _REPEATED = (SCALE, SHIFT, ACTIVATION, PAD, CALL, CONV)
 
-# Runs consecutive blocks. Arguments: the blocks, their input, the module of the first batch norm
-# (if known), and the dtype of the convolutions.
-StageRunner = Callable[[list[BlockArguments], Tensor, nn.Module | None, torch.dtype], Tensor]
-
 # Strided 1x1 convolutions of channels_last tensors with fewer channels can corrupt memory on a CPU
 # (1, 3, 4 and 6 channels in torch 2.13).
 _FEW_CHANNELS = 16
 
 
-def execute(region: Any, nodes: Sequence[Node], reader: object) -> None:
+def execute(region: Recording, nodes: Sequence[Node], reader: object) -> None:
     """Computes `nodes` in order, and records in `region` what ran fused.
 
     Args:
@@ -86,7 +82,9 @@ def _images(node: Node) -> tuple[Node | Tensor, ...]:
     return tuple(node.inputs[:1] if reads_one else node.inputs)
 
 
-def _note(region: Any, matches: Sequence[Match], refused: dict[Node, str], reader: object) -> None:
+def _note(
+    region: Recording, matches: Sequence[Match], refused: dict[Node, str], reader: object
+) -> None:
     def read() -> str:
         return described(reader, region.is_traced)
 
@@ -110,7 +108,7 @@ def _module(node: Node | None) -> nn.Module | None:
 
 
 class _Execution:
-    def __init__(self, region: Any, nodes: Sequence[Node], steps: Sequence[Match]) -> None:
+    def __init__(self, region: Recording, nodes: Sequence[Node], steps: Sequence[Match]) -> None:
         self._region, self._steps = region, steps
         self._own = set(nodes)
         self._values: dict[Node, Tensor] = {}  # results of this execution

@@ -16,8 +16,7 @@ from preact_kernels import torch_compat
 from preact_kernels.activations import Activation
 from preact_kernels.conversion import rules
 from preact_kernels.conversion.containers import replaced, tensors
-from preact_kernels.conversion.deferred import Deferred, compute
-from preact_kernels.conversion.execution import StageRunner
+from preact_kernels.conversion.deferred import Deferred, StageRunner, compute
 from preact_kernels.conversion.named_activations import ActivationForward, NamedActivations
 from preact_kernels.conversion.norm_modules import is_norm
 from preact_kernels.conversion.owners import CONVERSION, Owners

@@ -10,6 +10,7 @@ from torch import nn
 
 from preact_kernels import torch_compat
 from preact_kernels.activations import Activation
+from preact_kernels.conversion.deferred import Recording
 from preact_kernels.conversion.elementwise_rules import record_activation
 from preact_kernels.conversion.registry import is_pending
 from preact_kernels.ops.activation import activation_of
@@ -46,6 +47,9 @@ class NamedActivations(NamedTuple):
                 raise type(error)(f"activations: for {called!r}: {error}") from None
         return found
 
+    def of_class(self, called: type) -> Activation | None:
+        return self.modules.get(called) or self.functions.get(called)
+
     def of_operator(self, func: Any) -> Activation | None:
         return self.operators.get(_packet(func))
 
@@ -58,13 +62,13 @@ class _Regions(threading.local):
     """The regions that this thread has entered, outermost first."""
 
     def __init__(self) -> None:
-        self.entered: list[Any] = []
+        self.entered: list[Recording] = []
 
 
 regions = _Regions()
 
 
-def recorded(region: Any, args: tuple, kwargs: dict, activation: Activation | None) -> Any:
+def recorded(region: Recording, args: tuple, kwargs: dict, activation: Activation | None) -> Any:
     """Defers an activation of the only argument, or returns NotImplemented."""
     if activation is None or kwargs or len(args) != 1 or not is_pending(args[0]):
         return NotImplemented
@@ -79,9 +83,7 @@ def _recorded_here(args: tuple, kwargs: dict, called: type) -> Any:
     if not regions.entered:
         return NotImplemented
     region = regions.entered[-1]
-    named = region.activations
-    activation = named.modules.get(called) or named.functions.get(called)
-    return recorded(region, args, kwargs, activation)
+    return recorded(region, args, kwargs, region.named_activation(called))
 
 
 class ActivationForward:

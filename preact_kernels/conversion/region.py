@@ -21,6 +21,7 @@ from preact_kernels.conversion.deferred import (
     Deferred,
     Node,
     Operation,
+    StageRunner,
     called,
     compute,
     computed_arguments,
@@ -30,7 +31,7 @@ from preact_kernels.conversion.deferred import (
     recomputed,
     retry_plain,
 )
-from preact_kernels.conversion.execution import StageRunner, execute
+from preact_kernels.conversion.execution import execute
 from preact_kernels.conversion.functions import is_write
 from preact_kernels.conversion.liveness import unread
 from preact_kernels.conversion.named_activations import (
@@ -50,6 +51,7 @@ from preact_kernels.conversion.subclasses import (
     result_on_meta,
 )
 from preact_kernels.kernels import layout
+from preact_kernels.kernels.contract import Activation
 from preact_kernels.torch_compat import disable_torch_function, storage_id
 
 
@@ -323,6 +325,10 @@ class Region(TorchFunctionMode):
         False if PyTorch traces the code, since a compiler decides what is saved.
         """
         return id(t) in self._normalised and torch.is_grad_enabled() and not self.is_traced
+
+    def named_activation(self, called: type) -> Activation | None:
+        """Returns the activation that the user names for a class of modules or functions."""
+        return self.activations.of_class(called)
 
     def note(self, owner: Owner | None, reason: str) -> None:
         """Records why a norm is not deferred."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
-from preact_kernels.conversion.deferred import Deferred
+from preact_kernels.conversion.deferred import Deferred, Recording
 from preact_kernels.conversion.functions import METADATA_FUNCTIONS
 
 METADATA = "metadata"  # replaces the rule of a function that reads no values
@@ -31,7 +31,7 @@ def rule(*functions: Callable, arguments: Callable) -> Callable:
     """Registers a rule for functions; `arguments` maps their arguments to the rule's."""
 
     def add(rule: Callable) -> Callable:
-        def bound_rule(region: Any, args: tuple, kwargs: dict) -> Any:
+        def bound_rule(region: Recording, args: tuple, kwargs: dict) -> Any:
             try:
                 given = arguments(*args, **kwargs)
             except TypeError:
@@ -86,7 +86,7 @@ def pixels(shape: Sequence[int]) -> int:
     return count
 
 
-def image_format(region: Any, t: Tensor) -> bool | None:
+def image_format(region: Recording, t: Tensor) -> bool | None:
     """Whether `t`, `[N, C, ...]` of 3 to 5 dimensions, is channels_last.
 
     Returns None if the strides of `t` may give PyTorch's results other strides.
@@ -110,7 +110,9 @@ def image_format(region: Any, t: Tensor) -> bool | None:
     return False if t.stride(1) == expected else None
 
 
-def common_format(region: Any, tensors: Sequence[Tensor], of_first: bool = False) -> bool | None:
+def common_format(
+    region: Recording, tensors: Sequence[Tensor], of_first: bool = False
+) -> bool | None:
     """Whether PyTorch's result of images `[N, C, ...]` is channels_last; None: unknown.
 
     Args:

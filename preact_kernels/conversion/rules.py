@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.containers import items
-from preact_kernels.conversion.deferred import Deferred, compute
+from preact_kernels.conversion.deferred import Deferred, Recording, compute
 from preact_kernels.conversion.norm_modules import calling_norm
 from preact_kernels.conversion.operations import (
     CALL,
@@ -84,7 +84,7 @@ def _instance_norm_arguments(
 
 
 @rule(F.layer_norm, arguments=lambda *args, **kwargs: (args, kwargs))
-def _record_layer_norm(region: Any, args: tuple, kwargs: dict) -> Any:
+def _record_layer_norm(region: Recording, args: tuple, kwargs: dict) -> Any:
     """Defers a layer norm of whole images without parameters, a group norm with one group."""
 
     def arguments(input, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -101,7 +101,7 @@ def _record_layer_norm(region: Any, args: tuple, kwargs: dict) -> Any:
 @rule(F.instance_norm, arguments=_instance_norm_arguments)
 @rule(F.group_norm, torch.group_norm, arguments=_group_norm_arguments)
 @rule(F.batch_norm, arguments=_batch_norm_arguments)
-def _record_norm(region: Any, x: Tensor, norm: Any) -> Any:
+def _record_norm(region: Recording, x: Tensor, norm: Any) -> Any:
     """Defers a norm; a plain norm in a checkpoint's recomputation must not update statistics."""
     result = record_norm(region, x, norm)
     if result is not NotImplemented or isinstance(norm, GroupNorm) or not norm.training:
@@ -113,7 +113,7 @@ def _record_norm(region: Any, x: Tensor, norm: Any) -> Any:
     return result
 
 
-def record_norm(region: Any, x: Tensor, norm: Any) -> Any:
+def record_norm(region: Recording, x: Tensor, norm: Any) -> Any:
     """Defers a norm."""
     weight, bias = norm.weight, norm.bias
     is_batch_norm, is_group_norm = type(norm) is BatchNorm, isinstance(norm, GroupNorm)
@@ -198,7 +198,7 @@ def _has_single_values(x: Tensor, norm: NormArguments) -> bool:
     return x.numel() <= count
 
 
-def _calling_owner(region: Any) -> Any:
+def _calling_owner(region: Recording) -> Any:
     """Returns the owner of the norm that called the function, found by the call stack."""
     module = calling_norm(_caller_of_region())
     return None if module is None else region.owners.of(module)
@@ -230,7 +230,7 @@ class SyncForward:
     The original calls a custom autograd function, which regions cannot defer.
     """
 
-    def __init__(self, region: Any, module: nn.SyncBatchNorm) -> None:
+    def __init__(self, region: Recording, module: nn.SyncBatchNorm) -> None:
         self._region, self._module = region, module
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class SyncForward:
         return nn.SyncBatchNorm.forward(module, x) if result is NotImplemented else result
 
 
-def _norm_refusal(region: Any, x: Tensor, norm: Any) -> str:
+def _norm_refusal(region: Recording, x: Tensor, norm: Any) -> str:
     """Returns why the fused ops do not accept a norm's arguments, or an empty string."""
     if x.dtype not in checks.FLOATS:
         return "its input has a dtype that is not served"
@@ -301,7 +301,9 @@ def _conv_arguments(dims: int) -> Callable:
 @rule(F.conv3d, arguments=_conv_arguments(5))
 @rule(F.conv1d, arguments=_conv_arguments(3))
 @rule(F.conv2d, arguments=_conv_arguments(4))
-def _record_conv(region: Any, dims: int, x: Any, weight: Any, bias: Any, numbers: tuple) -> Any:
+def _record_conv(
+    region: Recording, dims: int, x: Any, weight: Any, bias: Any, numbers: tuple
+) -> Any:
     if not is_pending(x) and not _is_saved_in_nhwc(region, x):
         return NotImplemented
     if type(weight) not in region.tensor_types:
@@ -353,7 +355,7 @@ def _calling_conv() -> nn.Module | None:
     return frame.f_locals["self"]
 
 
-def _is_saved_in_nhwc(region: Any, x: Any) -> bool:
+def _is_saved_in_nhwc(region: Recording, x: Any) -> bool:
     """Whether a pending norm saves a copy of an NCHW image in NHWC.
 
     A convolution that reads the copy saves no more memory.
@@ -431,7 +433,7 @@ def _pad_arguments(input, pad, mode="constant", value=None):
 
 
 @rule(F.pad, arguments=_pad_arguments)
-def _record_pad(region: Any, x: Any, sizes: Any, mode: object, value: object) -> Any:
+def _record_pad(region: Recording, x: Any, sizes: Any, mode: object, value: object) -> Any:
     if not is_pending(x) or mode != "constant" or str(value) not in _ZEROS:
         return NotImplemented
     node = x.preact_node
@@ -452,7 +454,7 @@ def _record_pad(region: Any, x: Any, sizes: Any, mode: object, value: object) ->
     *(torch.cat, torch.concat, torch.concatenate),
     arguments=lambda tensors, dim=0: (tensors, dim),
 )
-def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
+def _record_cat(region: Recording, tensors: Any, dim: Any) -> Any:
     tensors = [*items(tensors)] if isinstance(tensors, list | tuple) else []
     if not any(map(is_pending, tensors)):
         return NotImplemented
@@ -477,7 +479,7 @@ def _record_cat(region: Any, tensors: Any, dim: Any) -> Any:
 def _image_function(func: Callable) -> Callable:
     """Returns a rule for a function that acts on each channel of an image, such as pooling."""
 
-    def rule(region: Any, args: tuple, kwargs: dict) -> Any:
+    def rule(region: Recording, args: tuple, kwargs: dict) -> Any:
         if not args or not is_pending(args[0]):
             return NotImplemented
         x, *rest = args
