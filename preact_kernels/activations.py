@@ -230,7 +230,7 @@ DEFAULTS = {
 }
 RELU, IDENTITY = DEFAULTS["relu"], DEFAULTS["identity"]
 
-MODULES = tuple(dict.fromkeys(row.module for row in ACTIVATIONS.values()))
+ACTIVATION_MODULES = tuple(dict.fromkeys(row.module for row in ACTIVATIONS.values()))
 
 
 def activate(p: Tensor, activation: Activation) -> Tensor:

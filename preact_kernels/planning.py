@@ -15,8 +15,7 @@ from preact_kernels.conversion.execution import MEMORY
 from preact_kernels.conversion.norm_modules import is_norm
 from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.memory import check_model_and_input, saved_storages
-from preact_kernels.modules.blocks import fused_blocks
-from preact_kernels.modules.preact_block import PreActBlock
+from preact_kernels.modules.blocks import PreActBlock, fused_blocks
 from preact_kernels.modules.preact_stage import PreActStage, is_fusable
 from preact_kernels.ops.block_arguments import Block, BlockArguments
 from preact_kernels.ops.blocks import stage_values

@@ -27,11 +27,11 @@ from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import ConversionReport, Site
 from preact_kernels.conversion.verification import Example, Verifier, unchanged
+from preact_kernels.modules.blocks import PreActBlock
 from preact_kernels.modules.bn_relu import BNReLU2d
 from preact_kernels.modules.bn_relu_conv import BNReLUConv2d
 from preact_kernels.modules.norm_act import NormAct
 from preact_kernels.modules.norm_act_conv import NormActConv
-from preact_kernels.modules.preact_block import PreActBlock
 from preact_kernels.modules.preact_stage import PreActStage, check_memory
 from preact_kernels.ops.dispatch import experimental_backend, warn_of_experimental
 

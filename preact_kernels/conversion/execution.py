@@ -33,11 +33,10 @@ from preact_kernels.conversion.recomputation import MOST_UNITS, Recomputation, R
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.ops.batch_norm import BatchNorm
+from preact_kernels.norms import BatchNorm, GroupNorm, InstanceNorm, NormArguments
 from preact_kernels.ops.block_arguments import BlockArguments
-from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm
 from preact_kernels.ops.memory_mode import MemoryMode
-from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, NormArguments, ScaleShift, norm_act_of
+from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, ScaleShift, norm_act_of
 from preact_kernels.ops.norm_act_conv import norm_act_conv_of
 from preact_kernels.ops.preact_stage import preact_stage
 from preact_kernels.ops.unit import ConvArguments
@@ -338,7 +337,7 @@ class _UnitCall(NamedTuple):
     def again(self) -> "_UnitCall":
         """Returns the call for a backward, which does not update running statistics."""
         norm = self.norm
-        if not isinstance(norm, GroupNorm) and norm.training:
+        if norm.running_mean is not None and norm.training:
             norm = norm._replace(running_mean=None, running_var=None, momentum=0.0)
         return self._replace(norm=norm)
 

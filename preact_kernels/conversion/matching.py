@@ -19,10 +19,7 @@ from preact_kernels.conversion.operations import (
     function_name,
     tracked_statistics,
 )
-from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
-
-_NORMS = {BatchNorm: "BN", GroupNorm: "GN", LayerNorm: "LN", InstanceNorm: "IN"}
+from preact_kernels.norms import BatchNorm
 
 
 class Activated(NamedTuple):
@@ -55,7 +52,7 @@ class Activated(NamedTuple):
 
     @property
     def name(self) -> str:
-        parts = [_NORMS[type(self.norm.settings.norm)]]
+        parts = [self.norm.settings.norm.title]
         if self.scale is not None:
             parts.append("Scale")
         if self.shift is not None:

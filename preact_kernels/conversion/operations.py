@@ -1,21 +1,18 @@
 """Operations that can be deferred, in PyTorch's operators."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from preact_kernels import torch_compat
 from preact_kernels.activations import activate
 from preact_kernels.conversion.deferred import Node, Operation
 from preact_kernels.conversion.owners import Owner
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm
-from preact_kernels.ops.norm_act import NormArguments
+from preact_kernels.norms import NormArguments
 
 
 class NormSettings(NamedTuple):
@@ -28,16 +25,14 @@ class NormSettings(NamedTuple):
 
     @property
     def is_view(self) -> bool:
-        return type(self.norm) is InstanceNorm
+        return self.norm.returns_view
 
     def arguments(self, affine: Sequence[Tensor]) -> NormArguments:
         """Returns arguments for the fused ops; `affine` are the node's inputs after the first."""
         rest = list(affine)
         weight = rest.pop(0) if self.has_weight else None
         bias = rest.pop(0) if self.has_bias else None
-        if type(self.norm) is BatchNorm:
-            return BatchNorm(weight, bias, *self.norm[2:])
-        return self.norm._replace(weight=weight, bias=bias)
+        return type(self.norm)(weight, bias, *self.norm[2:])
 
 
 class ConvSettings(NamedTuple):
@@ -56,36 +51,10 @@ class CallSettings(NamedTuple):
     is_view: bool = False  # whether the result is a view
 
 
-def with_copied_statistics(norm: NormArguments) -> Any:
-    """Returns a norm with copies of its running statistics, so that calls do not update them.
-
-    Checkpoints expect a recomputation to save the same tensors and, in dispatch modes, to call the
-    same operators as the forward.
-    """
-    if isinstance(norm, GroupNorm) or norm.running_mean is None or norm.running_var is None:
-        return norm
-    with torch_compat.without_dispatch_modes_above(0):
-        mean, var = norm.running_mean.clone(), norm.running_var.clone()
-    return norm._replace(running_mean=mean, running_var=var)
-
-
 def plain_norm(s: NormSettings, x: Tensor, *affine: Tensor, updates: bool = False) -> Tensor:
     """Runs a norm; `updates` says whether it updates the running statistics in training."""
     norm = s.arguments(affine)
-    if isinstance(norm, GroupNorm):
-        return norm.plain(x, norm.weight, norm.bias)
-    if norm.training and not updates:
-        norm = with_copied_statistics(norm)
-    mean, var = norm.running_mean, norm.running_var
-    momentum: Any = norm.momentum
-    own = norm.weight, norm.bias, norm.training, momentum, norm.eps
-    if not isinstance(norm, BatchNorm):
-        return F.instance_norm(x, mean, var, *own)
-    if norm.process_group is not None:
-        return torch_compat.sync_batch_norm(
-            x, norm.weight, norm.bias, mean, var, momentum, norm.eps, norm.process_group
-        )
-    return F.batch_norm(x, mean, var, *own)
+    return (norm if updates or not norm.training else norm.with_copied_statistics()).plain(x)
 
 
 _CONVOLUTIONS: dict[int, Callable] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
@@ -149,11 +118,4 @@ def constants(node: Node) -> list[Tensor]:
 def _running_statistics(node: Node, training: bool) -> list[Tensor]:
     if node.operation is not NORM or node.settings.norm.training != training:
         return []
-    return running_statistics(node.settings.norm)
-
-
-def running_statistics(norm: NormArguments) -> list[Tensor]:
-    """Returns the running statistics of a norm."""
-    if isinstance(norm, GroupNorm):
-        return []
-    return [t for t in norm[2:4] if t is not None]
+    return node.settings.norm.running()

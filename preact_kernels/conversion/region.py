@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from preact_kernels import torch_compat
+from preact_kernels.activations import Activation
 from preact_kernels.conversion import operations, registry
 from preact_kernels.conversion import rules as rules
 from preact_kernels.conversion.containers import mapped, tensors
@@ -51,7 +52,6 @@ from preact_kernels.conversion.subclasses import (
     result_on_meta,
 )
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import Activation
 from preact_kernels.torch_compat import disable_torch_function, storage_id
 
 

@@ -22,8 +22,6 @@ from preact_kernels.conversion.operations import (
     CallSettings,
     ConvSettings,
     NormSettings,
-    running_statistics,
-    with_copied_statistics,
 )
 from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.conversion.registry import (
@@ -41,85 +39,42 @@ from preact_kernels.conversion.registry import (
 from preact_kernels.conversion.subclasses import refusal
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Conv
-from preact_kernels.modules.batch_norm import batch_norm_arguments
+from preact_kernels.norms import NORMS, BatchNorm, GroupNorm, NormArguments
 from preact_kernels.ops import checks
 from preact_kernels.ops.autocast import is_autocast
-from preact_kernels.ops.batch_norm import BatchNorm
-from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm, LayerNorm
-from preact_kernels.ops.norm_act import NormArguments
 
 _NOT_RECORDED = (
     "it runs inside torch.utils.checkpoint, a custom autograd function, a functional transform or "
     "a second torch.inference_mode"
 )
 
-FIRST |= {F.batch_norm, F.group_norm, torch.group_norm, F.instance_norm, F.layer_norm}
 FIRST |= {F.conv1d, F.conv2d, F.conv3d}
 
 
-def _batch_norm_arguments(
-    input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
-):
-    return input, BatchNorm(weight, bias, running_mean, running_var, training, momentum, eps)
-
-
-def _group_norm_arguments(input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
-    return input, GroupNorm(num_groups, weight, bias, eps)
-
-
-def _instance_norm_arguments(
-    input,
-    running_mean=None,
-    running_var=None,
-    weight=None,
-    bias=None,
-    use_input_stats=True,
-    momentum=0.1,
-    eps=1e-5,
-):
-    channels = input.shape[1] if isinstance(input, Tensor) and input.dim() > 1 else 0
-    running = running_mean, running_var
-    numbers = use_input_stats, momentum, eps, channels
-    return input, InstanceNorm(weight, bias, *running, *numbers)
-
-
-@rule(F.layer_norm, arguments=lambda *args, **kwargs: (args, kwargs))
-def _record_layer_norm(region: Recording, args: tuple, kwargs: dict) -> Any:
-    """Defers a layer norm of whole images without parameters, a group norm with one group."""
-
-    def arguments(input, normalized_shape, weight=None, bias=None, eps=1e-5):
-        return input, normalized_shape, weight, bias, eps
-
-    x, shape, weight, bias, eps = arguments(*args, **kwargs)
-    if weight is not None or bias is not None or not isinstance(x, Tensor):
-        return NotImplemented
-    if not isinstance(shape, tuple | list) or x.dim() < 3 or tuple(shape) != tuple(x.shape[1:]):
-        return NotImplemented
-    return record_norm(region, x, LayerNorm(1, None, None, eps))
-
-
-@rule(F.instance_norm, arguments=_instance_norm_arguments)
-@rule(F.group_norm, torch.group_norm, arguments=_group_norm_arguments)
-@rule(F.batch_norm, arguments=_batch_norm_arguments)
-def _record_norm(region: Recording, x: Tensor, norm: Any) -> Any:
+def _record_norm(region: Recording, x: Tensor, norm: NormArguments | None) -> Any:
     """Defers a norm; a plain norm in a checkpoint's recomputation must not update statistics."""
-    result = record_norm(region, x, norm)
-    if result is not NotImplemented or isinstance(norm, GroupNorm) or not norm.training:
+    result = NotImplemented if norm is None else record_norm(region, x, norm)
+    if norm is None or result is not NotImplemented or not norm.training:
         return result
-    running = running_statistics(norm)
+    running = norm.running()
     if running and torch_compat.is_recomputing():
-        copied = running_statistics(with_copied_statistics(norm))
+        copied = norm.with_copied_statistics().running()
         region.copies = dict(zip(map(id, running), copied, strict=True))
     return result
 
 
-def record_norm(region: Recording, x: Tensor, norm: Any) -> Any:
+for _norm in NORMS:
+    for _function, _read in _norm.calls.items():
+        FIRST.add(_function)
+        rule(_function, arguments=_read)(_record_norm)
+
+
+def record_norm(region: Recording, x: Tensor, norm: NormArguments) -> Any:
     """Defers a norm."""
-    weight, bias = norm.weight, norm.bias
-    is_batch_norm, is_group_norm = type(norm) is BatchNorm, isinstance(norm, GroupNorm)
-    known = norm.running_mean if weight is None and not is_group_norm else weight
+    weight, bias, running = norm.weight, norm.bias, norm.running()
+    known = norm.running_mean if weight is None else weight
     owner = region.owners.find(known)
-    if owner is None and (known is None or is_group_norm):  # the weight may be a cast copy
+    if owner is None and (known is None or isinstance(norm, GroupNorm)):  # perhaps a cast copy
         owner = _calling_owner(region)
     if not isinstance(x, Tensor) or (owner is None and _standardises_weight(x, norm)):
         return NotImplemented
@@ -127,10 +82,10 @@ def record_norm(region: Recording, x: Tensor, norm: Any) -> Any:
         region.note(owner, _NOT_RECORDED)
         return NotImplemented
     channels_last = image_format(region, x)
-    if is_batch_norm and norm.process_group is not None:
+    if norm.process_group is not None:
         if channels_last is None and x.is_cpu and 3 <= x.dim() <= 5:
             channels_last = False  # on a CPU, there is no format of PyTorch's to match
-    elif channels_last is not None and _has_single_values(x, norm):
+    elif channels_last is not None and x.numel() <= norm.means_of(x):
         channels_last = None
     if channels_last is None:
         is_other = type(x) not in region.tensor_types and not isinstance(x, Deferred)
@@ -140,19 +95,14 @@ def record_norm(region: Recording, x: Tensor, norm: Any) -> Any:
         return NotImplemented
     # Dtype and device of the weight stand for all parameters, which change together.
     like = None if owner is None or weight is None else (weight.dtype, weight.device)
-    if is_group_norm:
-        tensors, numbers = (weight, bias), (norm.groups, norm.eps)
-    else:
-        tensors, numbers = norm[:4], norm[4:8]
+    numbers = type(norm), norm.groups, *norm[4:8]
     is_cast = is_autocast(x)  # on CUDA, decides which dtypes a group norm accepts
-    key = (x.dtype, x.device, x.shape[1], is_cast, like, *map(id, tensors), *numbers)
+    key = (x.dtype, x.device, x.shape[1], is_cast, like, *map(id, norm[:4]), *numbers)
     settings = None
     if owner is not None and owner.key == key:
         settings = owner.found
     elif not (reason := _norm_refusal(region, x, norm)):
-        rest = norm._replace(weight=None, bias=None)
-        if is_batch_norm:
-            rest = rest._replace(batch_count=None)
+        rest = norm._replace(weight=None, bias=None, batch_count=None)
         given = weight is not None, bias is not None
         settings = NormSettings(*given, rest, owner)
         if owner is not None:
@@ -162,14 +112,10 @@ def record_norm(region: Recording, x: Tensor, norm: Any) -> Any:
     if settings is None:
         region.note(owner, reason)
         return NotImplemented
-    running = running_statistics(norm)
     region.before_statistics(running, norm.training)
     inputs = [t for t in (x, weight, bias) if t is not None]
-    dtype = x.dtype
-    if not is_batch_norm:
-        dtype = norm.result_dtype(x)
-        channels_last = channels_last and type(norm) is GroupNorm and not x.is_cuda
-    result = region.record(NORM, inputs, settings, x.shape, dtype, channels_last)
+    channels_last = channels_last and norm.keeps_format(x)
+    result = region.record(NORM, inputs, settings, x.shape, norm.result_dtype(x), channels_last)
     if result is NotImplemented:
         region.note(owner, f"its input is {region.refusal}")
         return NotImplemented
@@ -186,16 +132,6 @@ def _standardises_weight(x: Tensor, norm: NormArguments) -> bool:
     if type(norm) is not BatchNorm or x.dim() != 3 or x.shape[0] != 1:
         return False
     return norm.training is True and norm.running_mean is None and norm.running_var is None
-
-
-def _has_single_values(x: Tensor, norm: NormArguments) -> bool:
-    """Whether `x` is empty, or has one value per mean."""
-    count = x.shape[1]
-    if isinstance(norm, GroupNorm):
-        count = x.shape[0] * (norm.groups if type(norm.groups) is int else 1)
-    elif type(norm) is InstanceNorm:
-        count = x.shape[0] * x.shape[1]
-    return x.numel() <= count
 
 
 def _calling_owner(region: Recording) -> Any:
@@ -237,7 +173,7 @@ class SyncForward:
         module, result = self._module, NotImplemented
         if self._region.is_recording():
             with torch_compat.disable_torch_function():
-                bn = batch_norm_arguments(cast(nn.BatchNorm2d, module))
+                bn = BatchNorm.of_module(module)
                 if bn.momentum is None:
                     bn = bn._replace(momentum=1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0))
                 if isinstance(x, Deferred) and x.preact_node.value is not None:
@@ -254,9 +190,7 @@ def _norm_refusal(region: Recording, x: Tensor, norm: Any) -> str:
     if x.dtype not in checks.FLOATS:
         return "its input has a dtype that is not served"
     dtype, device, channels = x.dtype, x.device, x.shape[1]
-    is_group_norm = isinstance(norm, GroupNorm)
-    statistics: Sequence[Any] = () if is_group_norm else norm[2:4]
-    for t in (norm.weight, norm.bias, *statistics):
+    for t in norm[:4]:
         if t is None:
             continue
         if type(t) not in region.tensor_types or t.numel() != channels or t.dim() != 1:
@@ -267,22 +201,18 @@ def _norm_refusal(region: Recording, x: Tensor, norm: Any) -> str:
             return "its parameters have another dtype"
         if t.device != device:
             return "its parameters are on another device"
-    if type(norm.eps) not in (float, int):
-        return "its arguments are no plain numbers"
-    if is_group_norm:
-        dtypes = {t.dtype for t in (norm.weight, norm.bias) if t is not None}
-        if len(dtypes) > 1 or (x.is_cuda and dtypes - {dtype} and not is_autocast(x)):
-            return "its parameters have another dtype"
-        is_refused = type(norm.groups) is not int or norm.groups < 1 or channels % norm.groups
-        return "PyTorch refuses its arguments" if is_refused or not norm.eps >= 0 else ""
-    if (statistics[0] is None) != (statistics[1] is None):
+    if norm.refuses_dtypes(x):
+        return "its parameters have another dtype"
+    if (norm.running_mean is None) != (norm.running_var is None):
         return "it has one of two running statistics"
-    if type(norm.training) is not bool:
+    if type(norm.eps) not in (float, int) or type(norm.training) is not bool:
         return "its arguments are no plain numbers"
     if type(norm.momentum) not in (float, int) or norm.momentum != norm.momentum:
         return "its momentum is no plain number"
-    has_statistics = norm.training or statistics[0] is not None
-    if not has_statistics or not norm.eps >= 0 or (norm.training and norm.eps == 0):
+    groups = 1 if norm.groups is None else norm.groups
+    is_divided = type(groups) is int and groups > 0 and not channels % groups
+    has_statistics = norm.training or norm.running_mean is not None
+    if not (is_divided and has_statistics and norm.has_valid_eps()):
         return "PyTorch refuses its arguments"
     return ""
 

@@ -7,8 +7,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from preact_kernels.modules.blocks import PreActBlock
 from preact_kernels.modules.bn_relu import BNReLU2d
-from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBlock, PreActBottleneck
+from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBottleneck
 from preact_kernels.modules.preact_stage import PreActStage, check_memory, check_residual_dtype
 from preact_kernels.ops.plain_operators import runs_plain
 

@@ -4,7 +4,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from preact_kernels.activations import MODULES, Activation, activate, activation_of_module
+from preact_kernels.activations import (
+    ACTIVATION_MODULES,
+    Activation,
+    activate,
+    activation_of_module,
+)
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.ops.activation import activation_of
 
@@ -26,10 +31,10 @@ def hold_activation(module: nn.Module, activation: Any) -> None:
     """
     if not isinstance(activation, nn.Module):
         module.activation = activation_of(activation)  # type: ignore[assignment]
-    elif isinstance(activation, MODULES):
+    elif isinstance(activation, ACTIVATION_MODULES):
         module.act = activation
     else:
-        known = ", ".join(f"nn.{c.__name__}" for c in MODULES)
+        known = ", ".join(f"nn.{c.__name__}" for c in ACTIVATION_MODULES)
         raise TypeError(
             f"activation: expected a name, or one of {known}, got {type(activation).__name__}"
         )

@@ -7,13 +7,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import (
-    batch_norm_arguments,
-    is_bare_norm,
-    plain_batch_norm,
-    process_group,
-)
+from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
 from preact_kernels.modules.conv import conv_arguments, is_stage_conv, plain_conv
+from preact_kernels.norms import BatchNorm, process_group
 from preact_kernels.ops import checks
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.block_arguments import BlockArguments
@@ -139,7 +135,7 @@ def _arguments(block: PreActBlock, upcasts: bool, norms: list[nn.Module]) -> Blo
     units = []
     for bn, conv in block.units():
         norms.append(bn)
-        units.append((batch_norm_arguments(bn, upcasts), conv_arguments(conv)))
+        units.append((BatchNorm.of_module(bn, upcasts=upcasts), conv_arguments(conv)))
     projection = block.projection()
     shortcut = None if projection is None else conv_arguments(projection)
     return BlockArguments(units, shortcut, block.is_residual)

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_norm, plain_batch_norm
+from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
+from preact_kernels.norms import BatchNorm
 from preact_kernels.ops.checks import check_activation, check_count, check_norm_numbers
 from preact_kernels.ops.norm_act import norm_act_of
 from preact_kernels.ops.plain_operators import runs_plain
@@ -51,4 +52,4 @@ class BNReLU2d(nn.Module):
             return F.relu(y, inplace=is_bare_norm(self.bn))
         upcasts = self.residual_dtype is not None and x.dtype == self.residual_dtype
         check_activation("x", x)
-        return norm_act_of(x, batch_norm_arguments(self.bn, upcasts), prefix="bn_")
+        return norm_act_of(x, BatchNorm.of_module(self.bn, upcasts=upcasts), prefix="bn_")

@@ -6,8 +6,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from preact_kernels.activations import RELU
-from preact_kernels.modules.batch_norm import batch_norm_arguments, is_bare_norm, plain_batch_norm
+from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
 from preact_kernels.modules.conv import add_residual, conv_arguments, is_bare_conv, plain_conv
+from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
 from preact_kernels.ops.norm_act_conv import norm_act_conv_of
 from preact_kernels.ops.plain_operators import runs_plain
@@ -115,5 +116,5 @@ class BNReLUConv2d(nn.Module):
             y = plain_conv(conv, F.relu(plain_batch_norm(bn, x), inplace=is_bare_norm(bn)))
             return y if residual is None else add_residual(y, residual)
         checks.check_activation("x", x)
-        arguments = batch_norm_arguments(bn), RELU, conv_arguments(conv)
+        arguments = BatchNorm.of_module(bn), RELU, conv_arguments(conv)
         return norm_act_conv_of(x, *arguments, residual, prefix="bn_")

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.modules.attributes import attributes
-from preact_kernels.modules.batch_norm import HALVES
+from preact_kernels.attributes import attributes
 from preact_kernels.modules.hooks import has_hooks
+from preact_kernels.norms import HALVES
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.plain_operators import has_served_parameters
 from preact_kernels.ops.unit import ConvArguments, convolve

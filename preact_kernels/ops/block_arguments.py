@@ -8,8 +8,8 @@ from torch import Tensor
 
 from preact_kernels.kernels.contract import Conv, Unit
 from preact_kernels.kernels.layout import check_storage, readable_bytes
+from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
-from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.unit import ConvArguments
 
 

@@ -28,15 +28,15 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.pytorch_conv import whole_gradient
-from preact_kernels.ops.batch_norm import (
+from preact_kernels.ops.block_arguments import Block
+from preact_kernels.ops.double_backward import differentiable_norm_act
+from preact_kernels.ops.statistics import (
     batch_statistics,
     inv_count_of,
     running_statistics,
     sums_over_group,
     unbiased,
 )
-from preact_kernels.ops.block_arguments import Block
-from preact_kernels.ops.double_backward import differentiable_norm_act
 
 
 class Span(NamedTuple):

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
-from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.norm_act import norm_act_of, plain_norm_act
 from preact_kernels.ops.plain_operators import runs_plain
 

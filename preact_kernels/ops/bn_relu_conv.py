@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels.activations import RELU
+from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
-from preact_kernels.ops.batch_norm import BatchNorm
 from preact_kernels.ops.norm_act_conv import norm_act_conv_of, plain_norm_act_conv
 from preact_kernels.ops.plain_operators import runs_plain
 from preact_kernels.ops.unit import ConvArguments

@@ -8,20 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F
 
 from preact_kernels.activations import ACTIVATIONS, RELU, Activation, activate
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import AffineStep, Gradient, Kernels, Norm, Statistics
+from preact_kernels.norms import BatchNorm, GroupNorm, NormArguments
 from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.autocast import is_autocast
-from preact_kernels.ops.batch_norm import BatchNorm, step_sums
 from preact_kernels.ops.double_backward import differentiable_norm_act, gradients
-from preact_kernels.ops.group_norm import GroupNorm, InstanceNorm
 from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
-
-NormArguments = BatchNorm | GroupNorm | InstanceNorm
+from preact_kernels.ops.statistics import step_sums
 
 
 class ScaleShift(NamedTuple):
@@ -282,13 +279,7 @@ def normalise(
 def _of_empty_batch(
     x: Tensor, norm: NormArguments, activation: Activation, scale_shift: ScaleShift
 ) -> Tensor:
-    weight, bias = norm.affine(x, x.shape[1])
-    if isinstance(norm, BatchNorm):
-        mean, var = (None, None) if norm.training else (norm.running_mean, norm.running_var)
-        y = F.batch_norm(x, mean, var, weight, bias, norm.training, 0.0, norm.eps)
-    else:  # so that all arguments get gradients
-        y = x * weight.to(x.dtype).sum() + bias.to(x.dtype).sum()
-    return activate(scale_shift.plain(y).to(x.dtype), activation)
+    return activate(scale_shift.plain(norm.plain_of_empty_batch(x)).to(x.dtype), activation)
 
 
 def plain_norm_act(
@@ -298,7 +289,7 @@ def plain_norm_act(
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
 ) -> Tensor:
     """`norm_act_of` in PyTorch's operators, which check the arguments."""
-    h = norm.plain(x, norm.weight, norm.bias)
+    h = norm.plain(x)
     return activate(scale_shift.plain(h), activation)
 
 
@@ -342,7 +333,7 @@ def group_norm_act(
             channels, the activation is unknown, or there is one value per group.
         BackendError: the selected backend cannot serve `x`.
     """
-    norm, function = GroupNorm(num_groups, weight, bias, eps), activation_of(activation)
+    norm, function = GroupNorm(weight, bias, groups=num_groups, eps=eps), activation_of(activation)
     scale_shift = scale_shift_of(scale, shift)
     if runs_plain(x, weight, bias, scale, shift):
         return plain_norm_act(x, norm, function, scale_shift)

@@ -24,15 +24,13 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.dropout import Mask
+from preact_kernels.norms import BatchNorm, GroupNorm, NormArguments
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.activation import activation_of
-from preact_kernels.ops.batch_norm import BatchNorm, step_sums
 from preact_kernels.ops.double_backward import differentiable_norm_act, gradients
 from preact_kernels.ops.dropout import check_dropout, drawn
-from preact_kernels.ops.group_norm import GroupNorm
 from preact_kernels.ops.norm_act import (
     NO_SCALE_SHIFT,
-    NormArguments,
     ScaleShift,
     activated_dtype,
     inv_count_in,
@@ -43,6 +41,7 @@ from preact_kernels.ops.norm_act import (
 )
 from preact_kernels.ops.plain_operators import runs_plain, runs_plain_backward
 from preact_kernels.ops.saved_tensors import save, saved
+from preact_kernels.ops.statistics import step_sums
 from preact_kernels.ops.unit import ConvArguments, checked_unit, convolve, with_served_weight
 
 fx.wrap("convolve")  # branches on the dimensions of the weight, unknown in a symbolic trace
@@ -322,7 +321,7 @@ def group_norm_act_conv(
             value per group.
         BackendError: the selected backend cannot serve `x`.
     """
-    norm, function = GroupNorm(num_groups, weight, bias, eps), activation_of(activation)
+    norm, function = GroupNorm(weight, bias, groups=num_groups, eps=eps), activation_of(activation)
     check_dropout(dropout)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
     rest = residual, scale_shift_of(scale, shift), float(dropout)

@@ -14,9 +14,9 @@ from torch import Tensor
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Gradient, Kernels, Parameters, Statistics
 from preact_kernels.kernels.pytorch_conv import whole_gradient
+from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.autocast import has_autocast, is_autocast
-from preact_kernels.ops.batch_norm import BatchNorm, update_running_statistics
 from preact_kernels.ops.block_arguments import (
     Block,
     BlockArguments,
@@ -36,6 +36,7 @@ from preact_kernels.ops.double_backward import gradients
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
 from preact_kernels.ops.plain_operators import runs_plain_backward
 from preact_kernels.ops.saved_tensors import save, saved
+from preact_kernels.ops.statistics import update_running_statistics
 from preact_kernels.ops.unit import with_served_weight
 
 

@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from preact_kernels.activations import Activation
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Kernels, Unit
+from preact_kernels.norms import NormArguments
 from preact_kernels.ops import checks
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
-from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, NormArguments, ScaleShift
+from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, ScaleShift
 
 
 class ConvArguments(NamedTuple):

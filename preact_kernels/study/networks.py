@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from preact_kernels.conversion.convert import conversion_report, convert
 from preact_kernels.memory import saved_bytes
 from preact_kernels.models.preact_resnet import PreActResNet, preact_resnet, resnet_layout
-from preact_kernels.modules.preact_block import PreActBlock
+from preact_kernels.modules.blocks import PreActBlock
 from preact_kernels.study.blocks import (
     ACTIVATIONS,
     NORMS,

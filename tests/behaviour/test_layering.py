@@ -6,7 +6,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "preact_kernels"
 # Higher layers may import lower ones. Modules outside the layers may import all of them.
-LAYERS = {"torch_compat": -1, "activations": -1, "kernels": 0, "ops": 1, "modules": 2, "models": 3}
+LAYERS = {
+    **dict.fromkeys(("torch_compat", "activations", "attributes"), -1),
+    "kernels": 0,
+    **dict.fromkeys(("norms", "ops"), 1),
+    "modules": 2,
+    "models": 3,
+}
 # Modules that several backends import.
 SHARED = ("contract", "dropout", "layout", "native", "pytorch_conv", "running_stats")
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import preact_kernels as pk
-from preact_kernels.modules.activation import activation_of_module
+from preact_kernels.activations import activation_of_module
 from tests.cases import modulate, randomised
 from tests.oracle import assert_same_bits, check, evaluate
 

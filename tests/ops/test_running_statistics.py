@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.ops.batch_norm import unbiased
+from preact_kernels.ops.statistics import unbiased
 from testbed import published_models as foreign
 from tests.cases import random_stage
 from tests.oracle import evaluate, plain_copy, same_bits

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from preact_kernels import torch_compat
-from preact_kernels.modules.preact_block import PreActBlock
+from preact_kernels.modules.blocks import PreActBlock
 from preact_kernels.study.blocks import ResidualBlock
 from preact_kernels.study.diagnostics.rows import BlockRow
 

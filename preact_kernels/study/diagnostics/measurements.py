@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from preact_kernels.modules.preact_block import PreActBlock
+from preact_kernels.modules.blocks import PreActBlock
 from preact_kernels.study.diagnostics.hooks import (
     STAGE,
     Blocks,

@@ -1,15 +1,13 @@
-"""Batch norm: arguments, statistics, and the update of running statistics."""
+"""Statistics of norms, sums that share them, and the update of running statistics."""
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from preact_kernels import torch_compat
-from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import (
     Kernels,
     Norm,
@@ -18,124 +16,6 @@ from preact_kernels.kernels.contract import (
     statistics_dtype,
 )
 from preact_kernels.ops import checks
-from preact_kernels.ops.plain_operators import has_mixed_dtypes, is_transformed
-
-
-class BatchNorm(NamedTuple):
-    """The arguments of a batch norm."""
-
-    weight: Tensor | None  # [C]; None: ones
-    bias: Tensor | None  # [C]; None: zeros
-    running_mean: Tensor | None  # [C]; read in evaluation mode, updated in training mode
-    running_var: Tensor | None  # [C], unbiased
-    training: bool  # normalise with the statistics of the batch
-    momentum: float | None  # None: cumulative average, which needs `batch_count`
-    eps: float
-    process_group: object = None
-    batch_count: Tensor | None = None  # `num_batches_tracked`, incremented in training mode
-    has_any_statistics_dtype: bool = False  # allow any dtype of running statistics
-
-    @property
-    def groups(self) -> None:
-        """Statistics are per channel."""
-        return None
-
-    def check(self, x: Any, prefix: str = "") -> None:
-        """Raises the errors that `pk.batch_norm_act` documents.
-
-        Args:
-            x: `[N, C, ...]`.
-            prefix: prefix of the names of weight and bias in messages.
-        """
-        checks.check_activation("x", x, None)
-        if not isinstance(self.training, bool):
-            raise TypeError(f"training: expected a bool, got {type(self.training).__name__}")
-        self.check_numbers()
-        for name, value in (
-            (f"{prefix}weight", self.weight),
-            (f"{prefix}bias", self.bias),
-            ("running_mean", self.running_mean),
-            ("running_var", self.running_var),
-        ):
-            if value is not None:
-                has_any_dtype = self.has_any_statistics_dtype and name.startswith("running")
-                checks.check_per_channel(name, value, x, has_any_dtype=has_any_dtype)
-        if (self.running_mean is None) != (self.running_var is None):
-            missing = "running_mean" if self.running_mean is None else "running_var"
-            raise ValueError(
-                f"{missing}: expected a tensor, like the other running statistic, got None"
-            )
-        if not self.training and self.running_mean is None:
-            raise ValueError("running_mean: expected a tensor in evaluation mode, got None")
-        self.check_training(x.shape)
-
-    def check_numbers(self) -> None:
-        """Raises unless momentum and eps are valid."""
-        if self.momentum is None and self.batch_count is None:
-            checks.check_number("momentum", self.momentum)
-        checks.check_norm_numbers(self.eps, self.momentum)
-
-    def check_training(self, shape: Sequence[int]) -> None:
-        """Raises if the statistics of a batch of `shape` cannot normalise it, as in eager."""
-        if self.training and self.eps == 0:
-            raise ValueError("eps: expected a positive number when training, got 0")
-        if self.training and self.process_group is None:
-            checks.check_samples(shape)
-
-    def result_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype of PyTorch's result."""
-        return x.dtype
-
-    def is_channels_last(self, x: Tensor) -> bool:
-        """Whether PyTorch's result is channels_last."""
-        return layout.is_channels_last(x)
-
-    def affine(self, x: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        """Weight and bias in the statistics dtype of `x`."""
-        return affine(x, self.weight, self.bias, channels)
-
-    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The norm in PyTorch's operators, with these parameters."""
-        mean, var = self.running_mean, self.running_var
-        momentum = cast(float, self.momentum)
-        if self.process_group is not None and self.training:
-            raise NotImplementedError(
-                "process_group: expected None when training under a tracer or a transform"
-            )
-        if is_transformed() and has_mixed_dtypes(x, mean, var, weight, bias):
-            weight, bias = upcast(weight, bias)
-            if not self.training:  # else they are updated
-                mean, var = upcast(mean, var)
-            y = F.batch_norm(x.float(), mean, var, weight, bias, self.training, momentum, self.eps)
-            return y.to(x.dtype)
-        return F.batch_norm(x, mean, var, weight, bias, self.training, momentum, self.eps)
-
-    def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
-        """The statistics for `x`, dense NHWC, and their fixed `inv_count` (see `inv_count_of`)."""
-        if self.training:
-            return batch_statistics(kernels, x, self.process_group)
-        assert self.running_mean is not None and self.running_var is not None  # by `check`
-        return running_statistics(x, self.running_mean, self.running_var), 0.0
-
-    def update(
-        self, kernels: Kernels, x: Tensor, statistics: Statistics | None, fixed: float | None
-    ) -> None:
-        """Updates the running statistics after `statistics` normalised `x`.
-
-        None for `statistics` is an empty batch, which is only counted.
-        """
-        if not self.training or (self.running_mean is None and self.batch_count is None):
-            return
-        if statistics is None:
-            update_running_statistics(kernels, [self], [], [])
-        else:
-            variances = unbiased([statistics.var], [inv_count_of(x, fixed)])
-            update_running_statistics(kernels, [self], [statistics.mean], variances)
-
-
-def upcast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Casts the tensors to float32."""
-    return [None if t is None else t.float() for t in tensors]
 
 
 def affine(
@@ -248,9 +128,22 @@ def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tenso
     return found
 
 
+class Updated(Protocol):
+    """What `update_running_statistics` reads of a norm; see `norms.NormArguments`."""
+
+    @property
+    def running_mean(self) -> Tensor | None: ...
+    @property
+    def running_var(self) -> Tensor | None: ...
+    @property
+    def momentum(self) -> float | None: ...
+    @property
+    def batch_count(self) -> Tensor | None: ...
+
+
 def update_running_statistics(
     kernels: Kernels,
-    norms: Sequence[BatchNorm],
+    norms: Sequence[Updated],
     means: Sequence[Tensor],
     variances: Sequence[Tensor],
 ) -> None:
@@ -262,7 +155,7 @@ def update_running_statistics(
 
     Args:
         kernels: the backend's functions.
-        norms: batch norms in training mode.
+        norms: the arguments of norms in training mode.
         means: batch mean for each norm; empty for an empty batch, which is only counted.
         variances: unbiased batch variance for each norm.
     """
