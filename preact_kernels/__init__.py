@@ -12,8 +12,6 @@ from preact_kernels.modules.norm_act import NormAct
 from preact_kernels.modules.norm_act_conv import NormActConv
 from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBottleneck
 from preact_kernels.modules.preact_stage import PreActStage
-from preact_kernels.ops.bn_relu import bn_relu
-from preact_kernels.ops.bn_relu_conv import bn_relu_conv2d
 from preact_kernels.ops.dispatch import (
     BackendError,
     available_backends,
@@ -21,8 +19,14 @@ from preact_kernels.ops.dispatch import (
     set_backend,
     use_backend,
 )
-from preact_kernels.ops.norm_act import batch_norm_act, group_norm_act
-from preact_kernels.ops.norm_act_conv import batch_norm_act_conv, group_norm_act_conv
+from preact_kernels.ops.functions import (
+    batch_norm_act,
+    batch_norm_act_conv,
+    bn_relu,
+    bn_relu_conv2d,
+    group_norm_act,
+    group_norm_act_conv,
+)
 from preact_kernels.ops.residual_add import residual_add
 from preact_kernels.planning import MemoryPlan, plan_memory
 

@@ -19,7 +19,7 @@ from preact_kernels.conversion.owners import Owner, Owners
 from preact_kernels.conversion.report import Outcome
 from preact_kernels.kernels import layout
 from preact_kernels.ops.block_arguments import BlockArguments
-from preact_kernels.ops.double_backward import gradients
+from preact_kernels.ops.plain import gradients
 from preact_kernels.torch_compat import disable_torch_function
 
 

@@ -34,12 +34,11 @@ from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.norms import BatchNorm, GroupNorm, InstanceNorm, NormArguments
+from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift
 from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.memory_mode import MemoryMode
-from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, ScaleShift, norm_act_of
-from preact_kernels.ops.norm_act_conv import norm_act_conv_of
+from preact_kernels.ops.node import norm_act_conv_of, norm_act_of
 from preact_kernels.ops.preact_stage import preact_stage
-from preact_kernels.ops.unit import ConvArguments
 
 MEMORY = "preact_memory"  # attribute of a stage's first batch norm: the memory mode
 

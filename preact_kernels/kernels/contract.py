@@ -67,9 +67,19 @@ class Conv(NamedTuple):
             sizes.append(read // stride + 1)
         return [shape[0], weight_shape[0], *sizes]
 
+    def of_rows(self) -> "Conv":
+        """Converts the geometry of a convolution of sequences to one of images of one row."""
+        stride, padding, dilation, groups = self
+        return Conv((1, *stride), (0, *padding), (1, *dilation), groups)
+
+
+NO_CONV = Conv((), (), (), 1)
+
 
 class Unit(NamedTuple):
     """Shapes, dtypes and options of `y = conv(act(norm(x))) [+ conv_bias] [+ residual]`.
+
+    Without a convolution the weight has no shape, and `conv` is `NO_CONV`.
 
     `dtype` is the dtype of the convolution's products, and of `g`. The other dtypes differ from it
     where the residual stream or the weights are float32 and the products in half precision.
@@ -86,6 +96,8 @@ class Unit(NamedTuple):
     process_group: object = None  # shares the batch statistics; kernels do not read it
     activation: Activation = RELU
     has_rows: bool = False  # whether the norm has rows
+    eps: float = 1e-5
+    norm_groups: int | None = None  # groups of channels per image; None: statistics per channel
 
 
 class Statistics(NamedTuple):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops.checks import check_activation, check_count, check_norm_numbers
-from preact_kernels.ops.norm_act import norm_act_of
+from preact_kernels.ops.node import norm_act_of
 from preact_kernels.ops.plain_operators import runs_plain
 
 

@@ -1,19 +1,19 @@
 """`BNReLUConv2d`: batch norm, ReLU and convolution."""
 
+from functools import partial
 from typing import cast
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels.activations import RELU
 from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
-from preact_kernels.modules.conv import add_residual, conv_arguments, is_bare_conv, plain_conv
+from preact_kernels.modules.conv import conv_arguments, is_bare_conv, plain_conv
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
-from preact_kernels.ops.norm_act_conv import norm_act_conv_of
+from preact_kernels.ops.node import norm_act_conv_of
+from preact_kernels.ops.plain import chain
 from preact_kernels.ops.plain_operators import runs_plain
-
-fx.wrap("add_residual")  # `residual` may be None when a symbolic trace runs
 
 
 class BNReLUConv2d(nn.Module):
@@ -113,8 +113,9 @@ class BNReLUConv2d(nn.Module):
         bn, conv = self.bn, self.conv
         is_fusable = self.fused and is_bare_norm(bn) and is_bare_conv(conv)
         if not is_fusable or runs_plain(x, residual):
-            y = plain_conv(conv, F.relu(plain_batch_norm(bn, x), inplace=is_bare_norm(bn)))
-            return y if residual is None else add_residual(y, residual)
+            relu = partial(F.relu, inplace=is_bare_norm(bn))
+            own = partial(plain_batch_norm, bn), relu, partial(plain_conv, conv)
+            return chain(x, *own, residual=residual)
         checks.check_activation("x", x)
         arguments = BatchNorm.of_module(bn), RELU, conv_arguments(conv)
         return norm_act_conv_of(x, *arguments, residual, prefix="bn_")

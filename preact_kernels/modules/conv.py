@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from preact_kernels.attributes import attributes
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.norms import HALVES
+from preact_kernels.ops.arguments import ConvArguments, convolve
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.plain_operators import has_served_parameters
-from preact_kernels.ops.unit import ConvArguments, convolve
 from preact_kernels.torch_compat import is_transformed
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -65,8 +65,3 @@ def plain_conv(conv: Any, x: Tensor) -> Tensor:
     weight, bias, *numbers = conv_arguments(conv)
     bias = None if bias is None else bias.to(x.dtype)
     return convolve(x, weight.to(x.dtype), bias, *numbers)
-
-
-def add_residual(y: Tensor, residual: Tensor | None) -> Tensor:
-    """`y + residual`, or `y` without a residual."""
-    return y if residual is None else y + residual

@@ -1,6 +1,8 @@
 """`NormAct`: a norm and an activation."""
 
-from torch import Tensor, fx, nn
+from functools import partial
+
+from torch import Tensor, nn
 
 from preact_kernels.modules.activation import (
     activation_repr,
@@ -14,10 +16,10 @@ from preact_kernels.modules.norm import (
     norm_arguments,
     plain_norm,
 )
-from preact_kernels.ops.norm_act import modulate, norm_act_of, scale_shift_of
+from preact_kernels.ops.arguments import ScaleShift, scale_shift_of
+from preact_kernels.ops.node import norm_act_of
+from preact_kernels.ops.plain import chain
 from preact_kernels.ops.plain_operators import runs_plain
-
-fx.wrap("modulate")  # scale and shift may be None when a symbolic trace runs
 
 
 class NormAct(nn.Module):
@@ -55,10 +57,8 @@ class NormAct(nn.Module):
         norm, activation = self.norm, held_activation(self)
         is_readable = self.fused and is_readable_norm(norm)
         if activation is None or not is_readable or runs_plain(x, scale, shift):
-            h = plain_norm(norm, x)
-            if scale is not None or shift is not None:
-                h = modulate(h, scale, shift)
-            return plain_activation(self, h)
+            own = partial(plain_norm, norm), partial(plain_activation, self)
+            return chain(x, *own, scale_shift=ScaleShift(scale, shift))
         arguments = norm_arguments(norm, x), activation, scale_shift_of(scale, shift)
         return norm_act_of(x, *arguments, prefix="norm.")
 

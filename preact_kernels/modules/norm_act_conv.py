@@ -1,6 +1,8 @@
 """`NormActConv`: norm, activation, dropout and convolution."""
 
-from torch import Tensor, fx, nn
+from functools import partial
+
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels.modules.activation import (
@@ -9,13 +11,7 @@ from preact_kernels.modules.activation import (
     hold_activation,
     plain_activation,
 )
-from preact_kernels.modules.conv import (
-    CONVOLUTIONS,
-    add_residual,
-    conv_arguments,
-    is_bare_conv,
-    plain_conv,
-)
+from preact_kernels.modules.conv import CONVOLUTIONS, conv_arguments, is_bare_conv, plain_conv
 from preact_kernels.modules.norm import (
     channels_of,
     check_norm,
@@ -25,13 +21,11 @@ from preact_kernels.modules.norm import (
     plain_norm,
 )
 from preact_kernels.ops import checks
+from preact_kernels.ops.arguments import ScaleShift, scale_shift_of
 from preact_kernels.ops.dropout import check_dropout
-from preact_kernels.ops.norm_act import modulate, scale_shift_of
-from preact_kernels.ops.norm_act_conv import norm_act_conv_of
+from preact_kernels.ops.node import norm_act_conv_of
+from preact_kernels.ops.plain import chain
 from preact_kernels.ops.plain_operators import runs_plain
-
-fx.wrap("add_residual")  # these arguments may be None when a symbolic trace runs
-fx.wrap("modulate")
 
 
 class NormActConv(nn.Module):
@@ -96,14 +90,14 @@ class NormActConv(nn.Module):
         norm, conv, activation = self.norm, self.conv, held_activation(self)
         is_readable = self.fused and is_readable_norm(norm) and is_bare_conv(conv, CONVOLUTIONS)
         if activation is None or not is_readable or runs_plain(x, residual, scale, shift):
-            h = plain_norm(norm, x)
-            if scale is not None or shift is not None:
-                h = modulate(h, scale, shift)
-            a = plain_activation(self, h)
-            if self.dropout:
-                a = F.dropout(a, self.dropout, self.training)
-            y = plain_conv(conv, a)
-            return y if residual is None else add_residual(y, residual)
+            dropout = partial(F.dropout, p=self.dropout, training=self.training)
+            return chain(
+                *(x, partial(plain_norm, norm), partial(plain_activation, self)),
+                partial(plain_conv, conv),
+                scale_shift=ScaleShift(scale, shift),
+                dropout=dropout if self.dropout else None,
+                residual=residual,
+            )
         checks.check_activation("x", x, conv.weight.dim())
         arguments = norm_arguments(norm, x), activation, conv_arguments(conv)
         rest = residual, scale_shift_of(scale, shift), self.dropout if self.training else 0.0

@@ -10,7 +10,7 @@ from preact_kernels.kernels.contract import Conv, Unit
 from preact_kernels.kernels.layout import check_storage, readable_bytes
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
-from preact_kernels.ops.unit import ConvArguments
+from preact_kernels.ops.arguments import ConvArguments
 
 
 class BlockArguments(NamedTuple):

@@ -29,7 +29,7 @@ from preact_kernels.kernels.contract import (
 )
 from preact_kernels.kernels.pytorch_conv import whole_gradient
 from preact_kernels.ops.block_arguments import Block
-from preact_kernels.ops.double_backward import differentiable_norm_act
+from preact_kernels.ops.plain import plain_unit
 from preact_kernels.ops.statistics import (
     batch_statistics,
     inv_count_of,
@@ -438,8 +438,7 @@ def differentiable_forward(
         x, skipped = None if skipped else h, 0
         for i, unit in units:
             weight = stage.values.parameters[i].conv_weight.to(unit.dtype)
-            a = differentiable_norm_act(h, stage.norm(i), None, unit.uses_batch, unit.process_group)
-            a = a.to(unit.dtype)
+            a = plain_unit(unit, h, stage.norm(i)).to(unit.dtype)
             if h is x and block.projection is not None:
                 projection = stage.values.projections[index].to(unit.dtype)
                 x = F.conv2d(a, projection, None, *block.projection.conv)

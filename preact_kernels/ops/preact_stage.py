@@ -32,8 +32,8 @@ from preact_kernels.ops.blocks import (
     flat_values,
     stage_values,
 )
-from preact_kernels.ops.double_backward import gradients
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
+from preact_kernels.ops.plain import gradients
 from preact_kernels.ops.plain_operators import runs_plain_backward
 from preact_kernels.ops.saved_tensors import save, saved
 from preact_kernels.ops.statistics import update_running_statistics

@@ -1,51 +1,17 @@
-"""The arguments of a unit, their checks, and conversion to a `Unit`."""
+"""Checks of a unit, and its `Unit`."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from preact_kernels.activations import Activation
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import Kernels, Unit
+from preact_kernels.kernels.contract import NO_CONV, Kernels, Unit
 from preact_kernels.norms import NormArguments
 from preact_kernels.ops import checks
+from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
-from preact_kernels.ops.norm_act import NO_SCALE_SHIFT, ScaleShift
-
-
-class ConvArguments(NamedTuple):
-    """The arguments of a convolution, as for `F.conv1d`, `F.conv2d` and `F.conv3d`."""
-
-    weight: Tensor
-    bias: Tensor | None
-    stride: int | tuple[int, ...]
-    padding: int | tuple[int, ...] | str
-    dilation: int | tuple[int, ...]
-    groups: int
-
-    def of_image(self) -> "ConvArguments":
-        """Converts a convolution of sequences `[N, C, L]` to one of images `[N, C, 1, L]`."""
-        stride, padding, dilation = (
-            _padded(v, n) for v, n in zip(self[2:5], (1, 0, 1), strict=True)
-        )
-        return ConvArguments(
-            self.weight.unsqueeze(2), self.bias, stride, padding, dilation, self.groups
-        )
-
-
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> Tensor:
-    """PyTorch's convolution of 1, 2 or 3 dimensions; `numbers` as in `ConvArguments`."""
-    return (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3](x, weight, bias, *numbers)
-
-
-def _padded(value: Any, first: int) -> Any:
-    """Prepends the value of the height to the value of the axis of sequences."""
-    if isinstance(value, str):
-        return value
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return (first, *values)
 
 
 class CheckedUnit(NamedTuple):
@@ -102,9 +68,19 @@ def _check(x, norm, activation, conv, residual, scale_shift, prefix) -> CheckedU
         return CheckedUnit(None, dtype, channels_last)
     dtypes = dtype, x.dtype, dtype, weight.dtype
     has_rows = norm.groups is not None or any(t is not None for t in scale_shift)
-    rest = norm.training, norm.process_group, activation, has_rows
-    unit = Unit(weight.shape, geometry, x.device, *dtypes, *rest)
+    rest = norm.training, norm.process_group, activation, has_rows, norm.eps, norm.groups
+    weight_shape = weight.shape
+    if x.dim() == 3:  # sequences run as images of one row
+        k, c, r = weight_shape
+        weight_shape, geometry = torch.Size((k, c, 1, r)), geometry.of_rows()
+    unit = Unit(weight_shape, geometry, x.device, *dtypes, *rest)
     return CheckedUnit(unit, dtype, channels_last)
+
+
+def unit_without_conv(x: Tensor, norm: NormArguments, activation: Activation) -> Unit:
+    """The unit of a norm and activation of checked arguments; it does not say `has_rows`."""
+    rest = norm.training, norm.process_group, activation, False, norm.eps, norm.groups
+    return Unit((), NO_CONV, x.device, x.dtype, x.dtype, x.dtype, x.dtype, *rest)
 
 
 def with_served_weight(

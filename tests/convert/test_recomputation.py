@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
 from preact_kernels.conversion import recomputation
-from preact_kernels.ops import norm_act_conv
+from preact_kernels.ops import node
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -133,13 +133,13 @@ def test_norm_and_activation_before_other_functions():
 
 def test_each_inner_unit_runs_once_more(monkeypatch):
     calls = []
-    run = norm_act_conv.NormActConvFunction.forward
+    run = node.UnitFunction.forward
 
     def counted(ctx, call, *tensors):
-        calls.append(tensors[3].data_ptr())
+        calls.append(tensors[5].data_ptr())
         return run(ctx, call, *tensors)
 
-    monkeypatch.setattr(norm_act_conv.NormActConvFunction, "forward", counted)
+    monkeypatch.setattr(node.UnitFunction, "forward", counted)
     network = converted(Network(group_norm, units=3, drops=(0.0, 0.0)), "checkpoint")
     trained(network, torch.randn(2, CHANNELS, 8, 8))
     for block in network.blocks:

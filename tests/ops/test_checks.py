@@ -13,9 +13,9 @@ import preact_kernels as pk
 from preact_kernels.activations import ACTIVATIONS
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import dispatch as backends
+from preact_kernels.ops.arguments import ConvArguments
 from preact_kernels.ops.block_arguments import BlockArguments, StageContext, checked_block
 from preact_kernels.ops.checks import Passed, described
-from preact_kernels.ops.unit import ConvArguments
 from tests.cases import (
     NAN,
     ConvCase,

@@ -1,0 +1,357 @@
+"""Units on the kernels of a backend, each as one autograd node that saves its input.
+
+The public functions, the modules and converted models call `norm_act_of` and `norm_act_conv_of`.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from preact_kernels.activations import ACTIVATIONS, RELU, Activation, activate
+from preact_kernels.kernels import layout, pytorch_conv
+from preact_kernels.kernels.contract import (
+    AffineStep,
+    Epilogue,
+    Gradient,
+    Inputs,
+    Kernels,
+    Norm,
+    Statistics,
+    Unit,
+    Wanted,
+)
+from preact_kernels.kernels.dropout import Mask
+from preact_kernels.norms import BatchNorm, NormArguments
+from preact_kernels.ops import dispatch
+from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift, convolve
+from preact_kernels.ops.autocast import has_autocast, is_autocast
+from preact_kernels.ops.dropout import drawn
+from preact_kernels.ops.plain import gradients, plain_unit
+from preact_kernels.ops.plain_operators import runs_plain_backward
+from preact_kernels.ops.saved_tensors import save, saved
+from preact_kernels.ops.statistics import step_sums
+from preact_kernels.ops.unit import checked_unit, unit_without_conv, with_served_weight
+
+
+class UnitCall(NamedTuple):
+    """Arguments of the autograd function other than tensors."""
+
+    kernels: Kernels
+    unit: Unit
+    fixed_inv_count: float | None  # see `inv_count_of`
+    dims: int  # dimensions of the result
+    channels_last: bool  # memory format of the result
+    planar: bool = False  # x is in NCHW order
+    keep_factor: float = 1.0  # scale of the elements that dropout keeps
+
+    def image(self, t: Tensor) -> Tensor:
+        """Converts `t` to `[N, C, H, W]` in the order that the kernels take."""
+        return layout.as_planes(t) if self.planar else layout.as_image(t)
+
+    def image_weight(self, conv_weight: Tensor) -> Tensor:
+        """The weight for kernels of images.
+
+        Autograd saves the original weight, as a program may replace its `data`.
+        """
+        return conv_weight.unsqueeze(2) if self.dims == 3 else conv_weight
+
+    def norm(self, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Norm:
+        return Norm(mean, var, weight, bias, self.unit.eps, *self.unit.activation)
+
+    def mask(self, bits: Tensor | None) -> Mask | None:
+        return None if bits is None else Mask(bits, self.keep_factor)
+
+
+class UnitFunction(torch.autograd.Function):
+    """`y = act(norm(x))`, or `y = conv(dropout(act(norm(x)))) [+ conv_bias] [+ residual]`.
+
+    Tensor arguments: x, weight, bias, mean, var, conv_weight, conv_bias, residual, bits of dropout;
+    without a convolution the last four are None. x and residual come from `layout.dense`. The
+    result has its final dimensions and memory format, and is detached, since a view would not allow
+    `y.data = ` and in-place changes.
+    """
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        x, weight, bias, mean, var, conv_weight, conv_bias, residual, bits = tensors
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        save(ctx, (x, weight, bias, mean, var, conv_weight, bits))
+        norm = call.norm(weight, bias, mean, var)
+        if conv_weight is None:
+            y = call.kernels.norm_act_forward(call.image(x), norm)
+            return layout.from_image(y, layout.shape_of(x, call.dims), call.channels_last).detach()
+        inputs = Inputs(x, norm, call.image_weight(conv_weight))
+        given = call.unit, inputs, Epilogue(conv_bias, residual), call.mask(bits)
+        y = pytorch_conv.run_forward(call.kernels, *given).y
+        y = y.squeeze(2) if call.dims == 3 else y
+        return layout.restored(y, call.channels_last).detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy is None:  # in the double backward of a convolution
+            return (None,) * 10
+        call, tensors = ctx.call, saved(ctx)
+        *needs, _, _, needs_conv, needs_conv_bias, needs_residual, _ = ctx.needs_input_grad[1:]
+        needs = *needs, needs_conv, needs_conv_bias
+        run = _plain_backward if runs_plain_backward(dy) else _backward
+        dx, dweight, dbias, dconv_weight, dconv_bias = run(call, dy, tensors, needs)
+        dresidual = None
+        if needs_residual:
+            dresidual = dy.unsqueeze(2) if call.dims == 3 else dy
+        return None, dx, dweight, dbias, None, None, dconv_weight, dconv_bias, dresidual, None
+
+
+def _plain_backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[bool]) -> list:
+    """The gradients of x, weight, bias, conv_weight and conv_bias in PyTorch's operators."""
+    x, weight, bias, mean, var, conv_weight, bits = tensors
+    unit, has_conv, conv_bias = call.unit, conv_weight is not None, None
+    if needs[4]:  # the bias is not saved: no gradient depends on its values
+        conv_bias = conv_weight.new_zeros(conv_weight.shape[0], requires_grad=True)
+
+    def forward(x, weight, bias, conv_weight, conv_bias):
+        kernel = None if conv_weight is None else call.image_weight(conv_weight)
+        norm = call.norm(weight, bias, mean, var)
+        y = plain_unit(unit, x, norm, kernel, conv_bias, call.mask(bits))
+        return y if has_conv or call.dims > 3 else y.reshape(dy.shape)
+
+    if has_conv:
+        dy = (dy.unsqueeze(2) if call.dims == 3 else dy).to(unit.dtype)
+    kind = x.device.type
+    with torch.autocast(kind, enabled=False) if has_autocast(kind) else contextlib.nullcontext():
+        return gradients(forward, (x, weight, bias, conv_weight, conv_bias), needs, dy)
+
+
+def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[bool]) -> list:
+    """The gradients of x, weight, bias, conv_weight and conv_bias, by the backend."""
+    x, weight, bias, mean, var, conv_weight, bits = tensors
+    needs_x, needs_weight, needs_bias, needs_conv, needs_conv_bias = needs
+    kernels, unit = call.kernels, call.unit
+    norm = call.norm(weight, bias, mean, var)
+    # Hooks of saved tensors may return another memory format.
+    x = layout.dense(x, call.planar)
+    dx = dweight = dbias = dconv_weight = dconv_bias = None
+    g: Any = None
+    sums: Any = None
+    needs_sums = needs_weight or needs_bias
+    if conv_weight is None:
+        image, g = call.image(x), call.image(dy)
+        if unit.uses_batch or needs_sums:
+            _, sums = kernels.norm_act_backward(g, image, norm, False)
+        elif needs_x:  # mean and variance are constants: dx does not need the sums
+            sums = zero_sums(image, norm)
+    else:
+        dy = layout.nhwc(dy.unsqueeze(2) if call.dims == 3 else dy)
+        wanted = Wanted(needs_x or needs_sums, needs_conv)
+        if any(wanted):
+            inputs = Inputs(x, norm, call.image_weight(conv_weight))
+            given = unit, Gradient(dy), inputs, wanted, call.mask(bits)
+            g, sums, dconv_weight, _ = pytorch_conv.run_backward(kernels, *given)
+            if dconv_weight is not None and call.dims == 3:
+                dconv_weight = dconv_weight.squeeze(2)
+        if needs_conv_bias:
+            dconv_bias = dy.sum((0, *range(2, dy.dim()))).to(unit.dtype)
+    if needs_sums:
+        dweight, dbias = parameter_gradients(sums, weight, bias, (needs_weight, needs_bias))
+    if needs_x:
+        image = call.image(x)
+        shared = step_sums(sums, norm, unit.norm_groups, unit.process_group)
+        inv_count = inv_count_in(image, unit.norm_groups, call.fixed_inv_count)
+        step = AffineStep(None, image, norm, shared, inv_count)
+        g = g if g.dtype == x.dtype else g.to(x.dtype)
+        dx = kernels.norm_input_gradient(Gradient(g, step), conv_weight is None)
+        dx = layout.from_image(dx, x.shape, not call.planar)
+    return [dx, dweight, dbias, dconv_weight, dconv_bias]
+
+
+def inv_count_in(x: Tensor, groups: int | None, fixed: float | None) -> float:
+    """1 / samples per sum, unless fixed; see `inv_count_of`.
+
+    Batch norm counts the pixels of the batch. Group norms count the pixels of an image, as
+    `step_sums` averages over the channels of a group.
+    """
+    if fixed is not None:
+        return fixed
+    return 1.0 / ((x.shape[0] if groups is None else 1) * x.shape[2] * x.shape[3])
+
+
+def parameter_gradients(
+    sums: Tensor, weight: Tensor, bias: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, each `[C]` or `[N, C]` like its parameter."""
+    found = []
+    for total, parameter, is_needed in ((sums[1], weight, needed[0]), (sums[0], bias, needed[1])):
+        if is_needed and total.dim() > parameter.dim():
+            total = total.sum(0)
+        found.append(total if is_needed else None)
+    return found[0], found[1]
+
+
+def zero_sums(x: Tensor, norm: Norm) -> Tensor:
+    """Zeros in the shape of `Gradients.sums`."""
+    rows = x.shape[:1] if norm.has_rows else ()
+    return norm.mean.new_zeros((2, *rows, x.shape[1]))
+
+
+def runs_on_planes(
+    kernels: Kernels,
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation,
+    scale_shift: ScaleShift,
+    channels_last: bool,
+) -> bool:
+    """Whether kernels run in NCHW order: `x` and the result are in NCHW, and the kernels serve it.
+
+    Batch norm with ReLU alone always runs in NHWC, to give the same bits in either memory format.
+    """
+    if not kernels.serves_planes or channels_last or layout.is_channels_last(x):
+        return False
+    is_bn_relu = isinstance(norm, BatchNorm) and activation == RELU
+    return not is_bn_relu or any(t is not None for t in scale_shift)
+
+
+def activated_dtype(norm: NormArguments, activation: Activation, x: Tensor) -> torch.dtype:
+    """The dtype of PyTorch's activation; on CUDA, autocast computes some in float32."""
+    is_widened = ACTIVATIONS[activation.name].is_widened and x.is_cuda and is_autocast(x)
+    return torch.float32 if is_widened else norm.result_dtype(x)
+
+
+def norm_act_of(
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation = RELU,
+    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+    prefix: str = "",
+    channels_last: bool | None = None,
+) -> Tensor:
+    """`act(norm(x) * (1 + scale) + shift)`.
+
+    Args:
+        x: `[N, C, ...]`.
+        norm: the arguments of the norm.
+        activation: the activation.
+        scale_shift: a scale and a shift per image.
+        prefix: prefix of the names of the norm's weight and bias in messages.
+        channels_last: memory format of the result; None: PyTorch's.
+    """
+    norm.check(x, prefix)
+    if scale_shift is not NO_SCALE_SHIFT:
+        scale_shift.check(x)
+        x = scale_shift.promoted(x)
+    kernels = dispatch.kernels_for(x)
+    dtype = activated_dtype(norm, activation, x)
+    arguments = norm, activation, scale_shift, channels_last
+    y, statistics, fixed = _activated(kernels, x.to(dtype), *arguments)
+    norm.update(kernels, x, statistics, fixed)
+    return y
+
+
+def _activated(
+    kernels: Kernels,
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation,
+    scale_shift: ScaleShift,
+    channels_last: bool | None = None,
+) -> tuple[Tensor, Statistics | None, float | None]:
+    """`norm_act_of` for checked arguments, without the update of running statistics.
+
+    Returns:
+        The result, then the results of `norm.statistics`, which are None for an empty batch.
+    """
+    if x.numel() == 0 and norm.process_group is None:
+        h = scale_shift.plain(norm.plain_of_empty_batch(x))
+        return activate(h.to(x.dtype), activation), None, None
+    if channels_last is None:
+        channels_last = norm.is_channels_last(x)
+    planar = runs_on_planes(kernels, x, norm, activation, scale_shift, channels_last)
+    dims, x = x.dim(), layout.dense(x, planar)
+    weight, bias = norm.affine(x, x.shape[1])
+    if scale_shift is not NO_SCALE_SHIFT:
+        weight, bias = scale_shift.of(weight, bias)
+    image = x.detach()
+    image = layout.as_planes(image) if planar else layout.as_image(image)
+    statistics, fixed = norm.statistics(kernels, image)
+    unit = unit_without_conv(x, norm, activation)
+    call = UnitCall(kernels, unit, fixed, dims, channels_last, planar)
+    tensors = x, weight, bias, *statistics
+    return UnitFunction.apply(call, *tensors, None, None, None, None), statistics, fixed
+
+
+def norm_act_conv_of(
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation,
+    conv: ConvArguments,
+    residual: Tensor | None = None,
+    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+    dropout: float = 0.0,
+    prefix: str = "",
+    mask: Mask | None = None,
+    channels_last: bool | None = None,
+) -> Tensor:
+    """`conv(dropout(act(norm(x) * (1 + scale) + shift))) [+ residual]`.
+
+    Args:
+        x: `[N, C, ...]` of 3 to 5 dimensions.
+        norm: the arguments of the norm.
+        activation: the activation.
+        conv: the arguments of the convolution.
+        residual: shaped like the result, added to it.
+        scale_shift: a scale and a shift per image.
+        dropout: probability of dropping an element of the activation.
+        prefix: prefix of the names of the norm's weight and bias in messages.
+        mask: mask of dropout; None: draw one.
+        channels_last: memory format of the result; None: PyTorch's.
+    """
+    unit, dtype, is_channels_last = checked_unit(
+        x, norm, activation, conv, residual, scale_shift, prefix
+    )
+    if channels_last is None:
+        channels_last = is_channels_last
+    has_scale_shift = scale_shift is not NO_SCALE_SHIFT
+    if has_scale_shift:
+        x = scale_shift.promoted(x)
+    kernels = dispatch.kernels_for(x)
+    conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
+    if dropout and mask is None:
+        activated = x.to(activated_dtype(norm, activation, x))
+        mask = drawn(kernels, x.shape, activated, norm.is_channels_last(x), dropout)
+    if unit is None or (x.numel() == 0 and norm.process_group is None):
+        x = x.to(activated_dtype(norm, activation, x))
+        a, statistics, fixed = _activated(kernels, x, norm, activation, scale_shift)
+        if mask is not None:
+            a = a * mask.noise(a)
+        y = convolve(a.to(dtype), conv.weight.to(dtype), conv_bias, *conv[2:])
+        y = y if residual is None else y + residual
+        norm.update(kernels, x, statistics, fixed)
+        return y
+
+    added_last = None
+    if residual is not None and residual.dtype != dtype:
+        y_dtype = torch.promote_types(dtype, residual.dtype)
+        if y_dtype == torch.float64 != dtype:  # kernels do not mix float64 with other dtypes
+            residual, added_last = None, residual
+        else:
+            residual, unit = residual.to(y_dtype), unit._replace(y_dtype=y_dtype)
+    conv_weight = conv.weight
+    if conv_weight.dtype != dtype:
+        pixels = x.numel() // x.shape[1]
+        unit, conv_weight = with_served_weight(kernels, unit, conv_weight, pixels)
+    dims, x = x.dim(), layout.dense(x)
+    residual = None if residual is None else layout.dense(residual)
+    bits, factor = (None, 1.0) if mask is None else mask
+    statistics, fixed = norm.statistics(kernels, layout.as_image(x.detach()))
+    parameters = norm.affine(x, x.shape[1])
+    if has_scale_shift:
+        parameters = scale_shift.of(*parameters)
+    call = UnitCall(kernels, unit, fixed, dims, channels_last, False, factor)
+    weights = conv_weight, conv_bias, residual
+    y = UnitFunction.apply(call, x, *parameters, *statistics, *weights, bits)
+    y = y if added_last is None else y + added_last
+    norm.update(kernels, x, statistics, fixed)  # last: out of memory leaves the buffers unchanged
+    return y
