@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
 from preact_kernels.norms import BatchNorm
-from preact_kernels.ops.checks import check_activation, check_count, check_norm_numbers
+from preact_kernels.ops.checks import check_count, check_norm_numbers
 from preact_kernels.ops.node import norm_act_of
 from preact_kernels.ops.plain_operators import runs_plain
 
@@ -51,5 +51,4 @@ class BNReLU2d(nn.Module):
             y = plain_batch_norm(self.bn, x, self.residual_dtype)
             return F.relu(y, inplace=is_bare_norm(self.bn))
         upcasts = self.residual_dtype is not None and x.dtype == self.residual_dtype
-        check_activation("x", x)
-        return norm_act_of(x, BatchNorm.of_module(self.bn, upcasts=upcasts), prefix="bn_")
+        return norm_act_of(x, BatchNorm.of_module(self.bn, upcasts=upcasts), prefix="bn_", dims=4)

@@ -116,6 +116,5 @@ class BNReLUConv2d(nn.Module):
             relu = partial(F.relu, inplace=is_bare_norm(bn))
             own = partial(plain_batch_norm, bn), relu, partial(plain_conv, conv)
             return chain(x, *own, residual=residual)
-        checks.check_activation("x", x)
         arguments = BatchNorm.of_module(bn), RELU, conv_arguments(conv)
-        return norm_act_conv_of(x, *arguments, residual, prefix="bn_")
+        return norm_act_conv_of(x, *arguments, residual, prefix="bn_", dims=4)

@@ -48,10 +48,10 @@ def norm_arguments(norm: Any, x: Tensor) -> NormArguments:
         TypeError: `x` is not a floating point tensor.
         ValueError: the dimensions of `x` do not match `norm`.
     """
-    checks.check_activation("x", x, None)
     kind: Any = type(norm)
     expected = NORM_MODULES[kind].modules[kind]
-    if x.dim() not in expected:
+    if not isinstance(x, Tensor) or x.dim() not in expected:
+        checks.check_activation("x", x, None)
         checks.check_activation("x", x, expected[-1])
     return NORM_MODULES[kind].of_module(norm, x)
 

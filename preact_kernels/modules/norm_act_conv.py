@@ -20,7 +20,6 @@ from preact_kernels.modules.norm import (
     norm_arguments,
     plain_norm,
 )
-from preact_kernels.ops import checks
 from preact_kernels.ops.arguments import ScaleShift, scale_shift_of
 from preact_kernels.ops.dropout import check_dropout
 from preact_kernels.ops.node import norm_act_conv_of
@@ -98,10 +97,9 @@ class NormActConv(nn.Module):
                 dropout=dropout if self.dropout else None,
                 residual=residual,
             )
-        checks.check_activation("x", x, conv.weight.dim())
         arguments = norm_arguments(norm, x), activation, conv_arguments(conv)
         rest = residual, scale_shift_of(scale, shift), self.dropout if self.training else 0.0
-        return norm_act_conv_of(x, *arguments, *rest, prefix="norm.")
+        return norm_act_conv_of(x, *arguments, *rest, prefix="norm.", dims=conv.weight.dim())
 
     def extra_repr(self) -> str:
         parts = [activation_repr(self), f"dropout={self.dropout}" if self.dropout else ""]

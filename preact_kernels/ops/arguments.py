@@ -37,6 +37,11 @@ class ScaleShift(NamedTuple):
     shift: Tensor | None = None
     factor: Tensor | None = None
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any tensor is given."""
+        return any(t is not None for t in self)
+
     def check(self, x: Tensor) -> None:
         """Raises unless all tensors match the images `x`."""
         for name, t in zip(self._fields, self, strict=True):
@@ -74,8 +79,7 @@ class ScaleShift(NamedTuple):
 
     def plain(self, h: Tensor) -> Tensor:
         """`h * (1 + scale) + shift` in PyTorch's operators."""
-        has_none = all(t is None for t in self)
-        return h if has_none else modulate(h, *self)
+        return modulate(h, *self) if self.has_any else h
 
 
 NO_SCALE_SHIFT = ScaleShift()

@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from preact_kernels.activations import RELU
 from preact_kernels.norms import BatchNorm, GroupNorm
-from preact_kernels.ops import checks
 from preact_kernels.ops.activation import activation_of
 from preact_kernels.ops.arguments import ConvArguments, scale_shift_of
 from preact_kernels.ops.dropout import check_dropout
@@ -295,8 +294,7 @@ def bn_relu(
     bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)
     if runs_plain(x, bn_weight, bn_bias, *running):
         return plain_norm_act(x, bn, RELU)
-    checks.check_activation("x", x)
-    return norm_act_of(x, bn, prefix="bn_")
+    return norm_act_of(x, bn, prefix="bn_", dims=4)
 
 
 def bn_relu_conv2d(
@@ -359,5 +357,4 @@ def bn_relu_conv2d(
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
     if runs_plain(x, conv_weight, bn_weight, bn_bias, *running, conv_bias, residual):
         return plain_norm_act_conv(x, bn, RELU, conv, residual, function=F.conv2d)
-    checks.check_activation("x", x)
-    return norm_act_conv_of(x, bn, RELU, conv, residual, prefix="bn_")
+    return norm_act_conv_of(x, bn, RELU, conv, residual, prefix="bn_", dims=4)

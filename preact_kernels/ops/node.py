@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import ACTIVATIONS, RELU, Activation, activate
+from preact_kernels.activations import RELU, Activation, activate
 from preact_kernels.kernels import layout, pytorch_conv
 from preact_kernels.kernels.contract import (
     AffineStep,
@@ -24,16 +24,15 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.norms import BatchNorm, NormArguments
+from preact_kernels.norms import NormArguments
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift, convolve
-from preact_kernels.ops.autocast import has_autocast, is_autocast
+from preact_kernels.ops.autocast import has_autocast
 from preact_kernels.ops.dropout import drawn
 from preact_kernels.ops.plain import gradients, plain_unit
 from preact_kernels.ops.plain_operators import runs_plain_backward
-from preact_kernels.ops.saved_tensors import save, saved
 from preact_kernels.ops.statistics import step_sums
-from preact_kernels.ops.unit import checked_unit, unit_without_conv, with_served_weight
+from preact_kernels.ops.unit import CheckedUnit, checked_unit, unit_without_conv, with_served_weight
 
 
 class UnitCall(NamedTuple):
@@ -68,18 +67,21 @@ class UnitCall(NamedTuple):
 class UnitFunction(torch.autograd.Function):
     """`y = act(norm(x))`, or `y = conv(dropout(act(norm(x)))) [+ conv_bias] [+ residual]`.
 
-    Tensor arguments: x, weight, bias, mean, var, conv_weight, conv_bias, residual, bits of dropout;
-    without a convolution the last four are None. x and residual come from `layout.dense`. The
-    result has its final dimensions and memory format, and is detached, since a view would not allow
+    x and residual come from `layout.dense`. `bits` are those of the mask of dropout. The result has
+    its final dimensions and memory format, and is detached, since a view would not allow
     `y.data = ` and in-place changes.
     """
 
     @staticmethod
-    def forward(ctx, call, *tensors):
-        x, weight, bias, mean, var, conv_weight, conv_bias, residual, bits = tensors
+    def forward(ctx, call, x, weight, bias, mean, var, *of_conv):
         ctx.call = call
         ctx.set_materialize_grads(False)
-        save(ctx, (x, weight, bias, mean, var, conv_weight, bits))
+        conv_weight, conv_bias, residual, bits = of_conv or (None, None, None, None)
+        # Only tensors, as tools that draw or measure the graph expect.
+        saved = (
+            () if conv_weight is None else (conv_weight,) if bits is None else (conv_weight, bits)
+        )
+        ctx.save_for_backward(x, weight, bias, mean, var, *saved)
         norm = call.norm(weight, bias, mean, var)
         if conv_weight is None:
             y = call.kernels.norm_act_forward(call.image(x), norm)
@@ -94,9 +96,9 @@ class UnitFunction(torch.autograd.Function):
     def backward(ctx, dy):
         if dy is None:  # in the double backward of a convolution
             return (None,) * 10
-        call, tensors = ctx.call, saved(ctx)
-        *needs, _, _, needs_conv, needs_conv_bias, needs_residual, _ = ctx.needs_input_grad[1:]
-        needs = *needs, needs_conv, needs_conv_bias
+        call, tensors = ctx.call, (*ctx.saved_tensors, None, None)[:7]
+        needed = (*ctx.needs_input_grad[1:], False, False, False, False)
+        needs_residual, needs = needed[7], (*needed[:3], *needed[5:7])
         run = _plain_backward if runs_plain_backward(dy) else _backward
         dx, dweight, dbias, dconv_weight, dconv_bias = run(call, dy, tensors, needs)
         dresidual = None
@@ -196,36 +198,13 @@ def zero_sums(x: Tensor, norm: Norm) -> Tensor:
     return norm.mean.new_zeros((2, *rows, x.shape[1]))
 
 
-def runs_on_planes(
-    kernels: Kernels,
-    x: Tensor,
-    norm: NormArguments,
-    activation: Activation,
-    scale_shift: ScaleShift,
-    channels_last: bool,
-) -> bool:
-    """Whether kernels run in NCHW order: `x` and the result are in NCHW, and the kernels serve it.
-
-    Batch norm with ReLU alone always runs in NHWC, to give the same bits in either memory format.
-    """
-    if not kernels.serves_planes or channels_last or layout.is_channels_last(x):
-        return False
-    is_bn_relu = isinstance(norm, BatchNorm) and activation == RELU
-    return not is_bn_relu or any(t is not None for t in scale_shift)
-
-
-def activated_dtype(norm: NormArguments, activation: Activation, x: Tensor) -> torch.dtype:
-    """The dtype of PyTorch's activation; on CUDA, autocast computes some in float32."""
-    is_widened = ACTIVATIONS[activation.name].is_widened and x.is_cuda and is_autocast(x)
-    return torch.float32 if is_widened else norm.result_dtype(x)
-
-
 def norm_act_of(
     x: Tensor,
     norm: NormArguments,
     activation: Activation = RELU,
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
     prefix: str = "",
+    dims: int | None = None,
     channels_last: bool | None = None,
 ) -> Tensor:
     """`act(norm(x) * (1 + scale) + shift)`.
@@ -236,16 +215,15 @@ def norm_act_of(
         activation: the activation.
         scale_shift: a scale and a shift per image.
         prefix: prefix of the names of the norm's weight and bias in messages.
+        dims: dimensions that x must have; None: 2 to 5.
         channels_last: memory format of the result; None: PyTorch's.
     """
-    norm.check(x, prefix)
+    arguments = x, norm, activation, None, None, scale_shift, prefix, dims, channels_last
+    checked = checked_unit(*arguments)
     if scale_shift is not NO_SCALE_SHIFT:
-        scale_shift.check(x)
         x = scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
-    dtype = activated_dtype(norm, activation, x)
-    arguments = norm, activation, scale_shift, channels_last
-    y, statistics, fixed = _activated(kernels, x.to(dtype), *arguments)
+    y, statistics, fixed = _activated(kernels, x, norm, scale_shift, checked)
     norm.update(kernels, x, statistics, fixed)
     return y
 
@@ -254,32 +232,29 @@ def _activated(
     kernels: Kernels,
     x: Tensor,
     norm: NormArguments,
-    activation: Activation,
     scale_shift: ScaleShift,
-    channels_last: bool | None = None,
+    checked: CheckedUnit,
 ) -> tuple[Tensor, Statistics | None, float | None]:
     """`norm_act_of` for checked arguments, without the update of running statistics.
 
     Returns:
         The result, then the results of `norm.statistics`, which are None for an empty batch.
     """
+    unit, dtype, channels_last, may_be_planar = checked
+    assert unit is not None
+    x = x if x.dtype == dtype else x.to(dtype)
     if x.numel() == 0 and norm.process_group is None:
         h = scale_shift.plain(norm.plain_of_empty_batch(x))
-        return activate(h.to(x.dtype), activation), None, None
-    if channels_last is None:
-        channels_last = norm.is_channels_last(x)
-    planar = runs_on_planes(kernels, x, norm, activation, scale_shift, channels_last)
+        return activate(h.to(x.dtype), unit.activation), None, None
+    planar = may_be_planar and kernels.serves_planes
     dims, x = x.dim(), layout.dense(x, planar)
     weight, bias = norm.affine(x, x.shape[1])
     if scale_shift is not NO_SCALE_SHIFT:
         weight, bias = scale_shift.of(weight, bias)
-    image = x.detach()
-    image = layout.as_planes(image) if planar else layout.as_image(image)
-    statistics, fixed = norm.statistics(kernels, image)
-    unit = unit_without_conv(x, norm, activation)
-    call = UnitCall(kernels, unit, fixed, dims, channels_last, planar)
-    tensors = x, weight, bias, *statistics
-    return UnitFunction.apply(call, *tensors, None, None, None, None), statistics, fixed
+    call = UnitCall(kernels, unit, None, dims, channels_last, planar)
+    statistics, fixed = norm.statistics(kernels, call.image(x.detach()))
+    call = call if fixed is None else call._replace(fixed_inv_count=fixed)
+    return UnitFunction.apply(call, x, weight, bias, *statistics), statistics, fixed
 
 
 def norm_act_conv_of(
@@ -291,6 +266,7 @@ def norm_act_conv_of(
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
     dropout: float = 0.0,
     prefix: str = "",
+    dims: int | None = None,
     mask: Mask | None = None,
     channels_last: bool | None = None,
 ) -> Tensor:
@@ -305,25 +281,23 @@ def norm_act_conv_of(
         scale_shift: a scale and a shift per image.
         dropout: probability of dropping an element of the activation.
         prefix: prefix of the names of the norm's weight and bias in messages.
+        dims: dimensions that x must have; None: 3 to 5.
         mask: mask of dropout; None: draw one.
         channels_last: memory format of the result; None: PyTorch's.
     """
-    unit, dtype, is_channels_last = checked_unit(
-        x, norm, activation, conv, residual, scale_shift, prefix
-    )
-    if channels_last is None:
-        channels_last = is_channels_last
+    arguments = x, norm, activation, conv, residual, scale_shift, prefix, dims, channels_last
+    unit, dtype, channels_last, _ = checked_unit(*arguments)
     has_scale_shift = scale_shift is not NO_SCALE_SHIFT
     if has_scale_shift:
         x = scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
     conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
     if dropout and mask is None:
-        activated = x.to(activated_dtype(norm, activation, x))
-        mask = drawn(kernels, x.shape, activated, norm.is_channels_last(x), dropout)
+        like = x.to(unit_without_conv(x, norm, activation).dtype)
+        mask = drawn(kernels, x.shape, like, norm.is_channels_last(x), dropout)
     if unit is None or (x.numel() == 0 and norm.process_group is None):
-        x = x.to(activated_dtype(norm, activation, x))
-        a, statistics, fixed = _activated(kernels, x, norm, activation, scale_shift)
+        checked = unit_without_conv(x, norm, activation, scale_shift)
+        a, statistics, fixed = _activated(kernels, x, norm, scale_shift, checked)
         if mask is not None:
             a = a * mask.noise(a)
         y = convolve(a.to(dtype), conv.weight.to(dtype), conv_bias, *conv[2:])
@@ -345,7 +319,8 @@ def norm_act_conv_of(
     dims, x = x.dim(), layout.dense(x)
     residual = None if residual is None else layout.dense(residual)
     bits, factor = (None, 1.0) if mask is None else mask
-    statistics, fixed = norm.statistics(kernels, layout.as_image(x.detach()))
+    image = x.detach()
+    statistics, fixed = norm.statistics(kernels, image if dims < 5 else layout.as_image(image))
     parameters = norm.affine(x, x.shape[1])
     if has_scale_shift:
         parameters = scale_shift.of(*parameters)

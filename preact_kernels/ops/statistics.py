@@ -13,6 +13,7 @@ from preact_kernels.kernels.contract import (
     Norm,
     Statistics,
     pixels_of,
+    samples_of,
     statistics_dtype,
 )
 from preact_kernels.ops import checks
@@ -41,7 +42,7 @@ def inv_count_of(x: Tensor, fixed: float | None = None) -> float:
     1 / samples of all processes with a process group. Otherwise the backward computes it from `x`:
     Dynamo would recompile for each value of a number that the forward passes to the backward.
     """
-    return 1.0 / pixels_of(x) if fixed is None else fixed
+    return 1.0 / samples_of(x.shape) if fixed is None else fixed
 
 
 def running_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Statistics:
@@ -120,6 +121,8 @@ def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tenso
         factors.append(1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0)
     if torch.compiler.is_compiling() or not variances[0].is_cpu:
         return list(torch_compat.foreach_mul(variances, factors))
+    if len(variances) == 1:
+        return [variances[0] * factors[0]]
     # On a CPU, `foreach_mul` calls `mul` for each tensor. All are vectors of one dtype.
     found: list[Tensor] = []
     for factor, group in itertools.groupby(range(len(factors)), factors.__getitem__):

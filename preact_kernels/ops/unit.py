@@ -5,21 +5,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import Activation
+from preact_kernels.activations import ACTIVATIONS, RELU, Activation
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import NO_CONV, Kernels, Unit
-from preact_kernels.norms import NormArguments
+from preact_kernels.norms import BatchNorm, NormArguments
 from preact_kernels.ops import checks
 from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 
 
 class CheckedUnit(NamedTuple):
-    """A unit, the dtype of its products, and the memory format of its result."""
+    """A unit of checked arguments."""
 
-    unit: Unit | None  # None if `checks.geometry` returns None
-    dtype: torch.dtype
-    channels_last: bool
+    unit: Unit | None  # None for a padding that `checks.geometry` does not describe
+    dtype: torch.dtype  # of the products; without a convolution, of the activation
+    channels_last: bool  # memory format of the result
+    may_be_planar: bool = False  # the input and the result are in NCHW order
 
 
 _passed = checks.Passed()
@@ -29,17 +30,20 @@ def checked_unit(
     x: Tensor,
     norm: NormArguments,
     activation: Activation,
-    conv: ConvArguments,
-    residual: Tensor | None,
+    conv: ConvArguments | None = None,
+    residual: Tensor | None = None,
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
     prefix: str = "",
+    dims: int | None = None,
+    channels_last: bool | None = None,
 ) -> CheckedUnit:
-    """Checks the arguments of `norm_act_conv_of`; raises what the public functions document."""
-    arguments = x, norm, activation, conv, residual, scale_shift, prefix
+    """Checks the arguments of `norm_act_of` (without `conv`) and `norm_act_conv_of`."""
+    arguments = x, norm, activation, conv, residual, scale_shift, prefix, dims, channels_last
     key = found = None
     if not torch.compiler.is_compiling():
         try:
-            values = x, residual, *norm, *activation, *conv, *scale_shift, prefix
+            of_conv = () if conv is None else conv
+            values = x, residual, *norm, *activation, *of_conv, *scale_shift, *arguments[6:]
             key = (type(norm), *checks.described(values), is_autocast(x) and compute_dtype(x))
             found = _passed.get(key)
         except (AttributeError, TypeError, RuntimeError):  # not a tensor, or symbolic sizes
@@ -49,12 +53,18 @@ def checked_unit(
     return found or _passed.add(key, _check(*arguments))
 
 
-def _check(x, norm, activation, conv, residual, scale_shift, prefix) -> CheckedUnit:
+def _check(
+    x, norm, activation, conv, residual, scale_shift, prefix, dims, channels_last
+) -> CheckedUnit:
+    if dims is not None:
+        checks.check_activation("x", x, dims)
     norm.check(x, prefix)
-    if x.dim() < 3:
+    if conv is not None and x.dim() < 3:
         raise ValueError(f"x: expected 3 to 5 dimensions [N, C, ...], got shape {list(x.shape)}")
     scale_shift.check(x)
     x = scale_shift.promoted(x)
+    if conv is None:
+        return unit_without_conv(x, norm, activation, scale_shift, channels_last)
     geometry = checks.check_conv(x, *conv)
     weight, dtype = conv.weight, compute_dtype(x)
     if residual is not None:
@@ -63,11 +73,12 @@ def _check(x, norm, activation, conv, residual, scale_shift, prefix) -> CheckedU
         else:
             shape = geometry.output_shape(x.shape, weight.shape)
         checks.check_residual(residual, "residual", shape, x)
-    channels_last = norm.is_channels_last(x) or layout.is_channels_last(weight)
+    if channels_last is None:
+        channels_last = norm.is_channels_last(x) or layout.is_channels_last(weight)
     if geometry is None:
         return CheckedUnit(None, dtype, channels_last)
     dtypes = dtype, x.dtype, dtype, weight.dtype
-    has_rows = norm.groups is not None or any(t is not None for t in scale_shift)
+    has_rows = norm.groups is not None or scale_shift.has_any
     rest = norm.training, norm.process_group, activation, has_rows, norm.eps, norm.groups
     weight_shape = weight.shape
     if x.dim() == 3:  # sequences run as images of one row
@@ -77,10 +88,27 @@ def _check(x, norm, activation, conv, residual, scale_shift, prefix) -> CheckedU
     return CheckedUnit(unit, dtype, channels_last)
 
 
-def unit_without_conv(x: Tensor, norm: NormArguments, activation: Activation) -> Unit:
-    """The unit of a norm and activation of checked arguments; it does not say `has_rows`."""
-    rest = norm.training, norm.process_group, activation, False, norm.eps, norm.groups
-    return Unit((), NO_CONV, x.device, x.dtype, x.dtype, x.dtype, x.dtype, *rest)
+def unit_without_conv(
+    x: Tensor,
+    norm: NormArguments,
+    activation: Activation,
+    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+    channels_last: bool | None = None,
+) -> CheckedUnit:
+    """The unit of a norm and activation of checked arguments.
+
+    Batch norm with ReLU alone always runs in NHWC, to give the same bits in either memory format.
+    """
+    is_widened = ACTIVATIONS[activation.name].is_widened and x.is_cuda and is_autocast(x)
+    dtype = torch.float32 if is_widened else norm.result_dtype(x)
+    has_rows = norm.groups is not None or scale_shift.has_any
+    rest = norm.training, norm.process_group, activation, has_rows, norm.eps, norm.groups
+    unit = Unit((), NO_CONV, x.device, dtype, dtype, dtype, dtype, *rest)
+    if channels_last is None:
+        channels_last = norm.is_channels_last(x)
+    is_bn_relu = isinstance(norm, BatchNorm) and activation == RELU and not scale_shift.has_any
+    may_be_planar = not (channels_last or is_bn_relu or layout.is_channels_last(x))
+    return CheckedUnit(unit, dtype, channels_last, may_be_planar)
 
 
 def with_served_weight(
