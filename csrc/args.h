@@ -6,8 +6,8 @@
 
 namespace preact_kernels {
 
-// Sizes of an activation [N, C, H, W].
-struct Activation {
+// Sizes of a tensor [N, C, H, W].
+struct ImageSizes {
   int64_t images, channels, height, width;
   int64_t pixels() const { return images * height * width; }
 };
@@ -58,8 +58,8 @@ struct ConvSizes {
   int64_t pixels() const { return images * height * width; }
   int64_t out_height() const { return (height - 1) / stride.h + 1; }
   int64_t out_width() const { return (width - 1) / stride.w + 1; }
-  Activation input() const { return {images, in_channels, height, width}; }
-  Activation output() const { return {images, out_channels, out_height(), out_width()}; }
+  ImageSizes input() const { return {images, in_channels, height, width}; }
+  ImageSizes output() const { return {images, out_channels, out_height(), out_width()}; }
 };
 
 // The results of a unit's backward that the caller wants.

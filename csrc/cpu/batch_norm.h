@@ -102,7 +102,7 @@ struct BatchTiles {
   int64_t images, of_image, count;
   PixelTiles tiles;  // tiles of an image if the norm has rows, else of the batch
 
-  BatchTiles(const Activation& size, bool has_rows)
+  BatchTiles(const ImageSizes& size, bool has_rows)
       : images(has_rows ? size.images : 1), tiles(size.pixels() / images, size.channels) {
     of_image = tiles.count;
     count = images * of_image;

@@ -6,7 +6,7 @@
 
 namespace preact_kernels {
 
-void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x) {
+void launch_bn_stats(const ImageSizes& size, const Tensor& x, const Statistics& of_x) {
   if (is_planar(x)) return launch_planes_bn_stats(size, x, of_x);
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
@@ -23,7 +23,7 @@ void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& 
   });
 }
 
-void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
+void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
                         const Statistics& of_x) {
   if (is_planar(x)) return launch_planes_group_stats(size, x, groups, of_x);
   for_dtype(x.scalar_type(), [&](auto value) {

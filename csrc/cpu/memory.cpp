@@ -1,4 +1,4 @@
-// Memory of activations.
+// Memory of images.
 //
 // PyTorch's CPU allocator calls posix_memalign, which asks glibc's heap for more than it keeps: the
 // hole that a freed tensor leaves is too small for the next tensor of its size, and the heap grows
@@ -52,7 +52,7 @@ void fail_to_allocate(int64_t bytes) {
   fail("CPU out of memory. Tried to allocate ", bytes, " bytes.");
 }
 
-Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
+Tensor empty_nhwc(const Tensor& like, const ImageSizes& size, ScalarType dtype) {
   const int64_t sizes[] = {size.images, size.channels, size.height, size.width};
   int64_t bytes = for_dtype(dtype, [](auto value) { return sizeof value; });
   for (const int64_t count : sizes) {

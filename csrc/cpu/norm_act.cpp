@@ -5,7 +5,7 @@
 
 namespace preact_kernels {
 
-void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                              const Tensor& y) {
   if (is_planar(x)) return launch_planes_norm_act_forward(size, x, norm, y);
   for_dtype(x.scalar_type(), [&](auto value) {
@@ -22,7 +22,7 @@ void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm
   });
 }
 
-void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                    const Norm& norm, const Tensor* g, const Tensor& sums) {
   if (is_planar(x)) return launch_planes_norm_act_backward(size, dy, x, norm, g, sums);
   const auto launch_as = [&](auto stores_g, auto value) {
@@ -55,7 +55,7 @@ void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, con
   });
 }
 
-void launch_norm_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
+void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,
                                 const Tensor& dx) {
   const AffineStep& step = *gradient.step;
   if (is_planar(step.x)) return launch_planes_input_gradient(size, gradient, activated, dx);

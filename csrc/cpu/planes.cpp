@@ -10,10 +10,10 @@ namespace {
 
 // Runs of consecutive planes of an image, about as large as a tile of pixels.
 struct PlaneRuns {
-  const Activation& size;
+  const ImageSizes& size;
   int64_t pixels, length, of_image, count;
 
-  explicit PlaneRuns(const Activation& size)
+  explicit PlaneRuns(const ImageSizes& size)
       : size(size),
         pixels(size.height * size.width),
         length(std::clamp<int64_t>(kRunValues / pixels, 1, size.channels)),
@@ -89,7 +89,7 @@ struct RangeStatistics {
 
 }  // namespace
 
-void launch_planes_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x) {
+void launch_planes_bn_stats(const ImageSizes& size, const Tensor& x, const Statistics& of_x) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -102,7 +102,7 @@ void launch_planes_bn_stats(const Activation& size, const Tensor& x, const Stati
   });
 }
 
-void launch_planes_group_stats(const Activation& size, const Tensor& x, int64_t groups,
+void launch_planes_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
                                const Statistics& of_x) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
@@ -119,7 +119,7 @@ void launch_planes_group_stats(const Activation& size, const Tensor& x, int64_t 
   });
 }
 
-void launch_planes_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+void launch_planes_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                                     const Tensor& y) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
@@ -134,7 +134,7 @@ void launch_planes_norm_act_forward(const Activation& size, const Tensor& x, con
   });
 }
 
-void launch_planes_norm_act_backward(const Activation& size, const Tensor& dy, const Tensor& x,
+void launch_planes_norm_act_backward(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                      const Norm& norm, const Tensor* g, const Tensor& sums) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
@@ -154,7 +154,7 @@ void launch_planes_norm_act_backward(const Activation& size, const Tensor& dy, c
   });
 }
 
-void launch_planes_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
+void launch_planes_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,
                                   const Tensor& dx) {
   const AffineStep& step = *gradient.step;
   for_dtype(step.x.scalar_type(), [&](auto value) {

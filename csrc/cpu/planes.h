@@ -6,14 +6,14 @@
 
 namespace preact_kernels {
 
-void launch_planes_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x);
-void launch_planes_group_stats(const Activation& size, const Tensor& x, int64_t groups,
+void launch_planes_bn_stats(const ImageSizes& size, const Tensor& x, const Statistics& of_x);
+void launch_planes_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
                                const Statistics& of_x);
-void launch_planes_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+void launch_planes_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                                     const Tensor& y);
-void launch_planes_norm_act_backward(const Activation& size, const Tensor& dy, const Tensor& x,
+void launch_planes_norm_act_backward(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                      const Norm& norm, const Tensor* g, const Tensor& sums);
-void launch_planes_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
+void launch_planes_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,
                                   const Tensor& dx);
 
 }  // namespace preact_kernels

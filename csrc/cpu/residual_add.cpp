@@ -5,7 +5,7 @@
 
 namespace preact_kernels {
 
-void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
+void launch_residual_add_forward(const ImageSizes& size, const Tensor& x, const Tensor& branch,
                                  const Output& output) {
   const Statistics& of_y = output.statistics;
   for_dtype(x.scalar_type(), [&](auto value) {

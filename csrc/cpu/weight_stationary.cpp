@@ -124,7 +124,7 @@ void* packed_memory(const ConvSizes& conv, int64_t in_channels) {
 // From `activations` per weight on, strips with kernels/winograd.h are faster, if it serves.
 static bool is_weight_stationary(const ConvSizes& conv, bool has_winograd, double activations) {
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
-  const Activation in = conv.input(), out = conv.output();
+  const ImageSizes in = conv.input(), out = conv.output();
   const int64_t values = in.pixels() * in.channels + out.pixels() * out.channels;
   if (weights <= kSmallWeight) return false;
   if (has_winograd && values >= activations * weights) return false;

@@ -229,7 +229,7 @@ ImageNorm image_norm(const Norm& norm) {
 // In each launch a block owns some channels of one image, in a grid-stride loop over its tiles of
 // pixels.
 
-void launch_any_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+void launch_any_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                                  const Tensor& y) {
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
@@ -249,7 +249,7 @@ void launch_any_norm_act_forward(const Activation& size, const Tensor& x, const 
   });
 }
 
-void launch_any_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+void launch_any_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                        const Norm& norm, const Tensor* g, const Tensor& sums) {
   const OnDeviceOf on(x);
   const bool has_rows = norm.has_rows();
@@ -281,7 +281,7 @@ void launch_any_norm_act_backward_mask(const Activation& size, const Tensor& dy,
   });
 }
 
-void launch_any_norm_input_gradient(const Activation& size, const Gradient& gradient,
+void launch_any_norm_input_gradient(const ImageSizes& size, const Gradient& gradient,
                                     bool activated, const Tensor& dx) {
   const AffineStep& step = *gradient.step;
   const OnDeviceOf on(step.x);

@@ -5,11 +5,11 @@
 
 namespace preact_kernels {
 
-void launch_any_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+void launch_any_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                                  const Tensor& y);
-void launch_any_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+void launch_any_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                        const Norm& norm, const Tensor* g, const Tensor& sums);
-void launch_any_norm_input_gradient(const Activation& size, const Gradient& gradient,
+void launch_any_norm_input_gradient(const ImageSizes& size, const Gradient& gradient,
                                     bool activated, const Tensor& dx);
 
 }  // namespace preact_kernels

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks) bn_stats_kernel(B
 using namespace cuda;
 
 // A block owns some channels, in a grid-stride loop over tiles of pixels.
-void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x) {
+void launch_bn_stats(const ImageSizes& size, const Tensor& x, const Statistics& of_x) {
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);

@@ -1,4 +1,4 @@
-// Parameters of the convolution kernels of narrow channels. Activations are dense in NHWC order and
+// Parameters of the convolution kernels of narrow channels. Images are dense in NHWC order and
 // aligned to 16 bytes, statistics [channels].
 #pragma once
 

@@ -16,7 +16,7 @@ constexpr int kStatisticsSteps = 4;   // pixels of a tile
 constexpr int kStatisticsBlocks = 2;  // per multiprocessor
 
 // A block has few channels: the last block adds few partial sums.
-inline Grid grid_of_statistics(const Activation& size, int width) {
+inline Grid grid_of_statistics(const ImageSizes& size, int width) {
   return grid_for(size, width, kStatisticsSteps, 8, kStatisticsBlocks);
 }
 

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
 using namespace cuda;
 
 // A block owns some channels of one image, in a grid-stride loop over its tiles of pixels.
-void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
+void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
                         const Statistics& of_x) {
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {

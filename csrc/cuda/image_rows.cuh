@@ -40,15 +40,15 @@ struct ImageGrid {
 };
 
 // The grid that an image would have alone (`grid_for`).
-inline ImageGrid whole_images(const Activation& size, bool has_rows, int width, int steps,
+inline ImageGrid whole_images(const ImageSizes& size, bool has_rows, int width, int steps,
                               int most_columns, int blocks_per_multiprocessor) {
-  const Activation image{has_rows ? 1 : size.images, size.channels, size.height, size.width};
+  const ImageSizes image{has_rows ? 1 : size.images, size.channels, size.height, size.width};
   const Grid grid = grid_for(image, width, steps, most_columns, blocks_per_multiprocessor);
   return {grid.rows, has_rows ? size.images : 1, grid.blocks};
 }
 
 // A grid for elementwise kernels: the images share the multiprocessors.
-inline ImageGrid grid_for_images(const Activation& size, bool has_rows, int width, int steps,
+inline ImageGrid grid_for_images(const ImageSizes& size, bool has_rows, int width, int steps,
                                  int most_columns, int blocks_per_multiprocessor) {
   ImageGrid grid =
       whole_images(size, has_rows, width, steps, most_columns, blocks_per_multiprocessor);
@@ -60,7 +60,7 @@ inline ImageGrid grid_for_images(const Activation& size, bool has_rows, int widt
 
 // A grid for sums. The blocks of an image, and so the order of its sums, do not depend on the other
 // images. A block has a few tiles, so that adding up its threads costs little in comparison.
-inline ImageGrid grid_for_image_sums(const Activation& size, bool has_rows, int width, int steps,
+inline ImageGrid grid_for_image_sums(const ImageSizes& size, bool has_rows, int width, int steps,
                                      int most_columns, int blocks_per_multiprocessor) {
   constexpr int64_t kLeastTiles = 4;
   ImageGrid grid =

@@ -33,7 +33,7 @@ std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMET
                                           const std::optional<Tensor>& y,
                                           const std::vector<Tensor>& negated);
 
-Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype) {
+Tensor empty_nhwc(const Tensor& like, const ImageSizes& size, ScalarType dtype) {
   return new_tensor(like, {size.images, size.channels, size.height, size.width}, dtype,
                     torch::headeronly::MemoryFormat::ChannelsLast);
 }

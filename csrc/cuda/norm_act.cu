@@ -162,7 +162,7 @@ bool is_relu_without_rows(const Norm& norm) {
 
 // In each launch a block owns some channels, in a grid-stride loop over tiles of pixels.
 
-void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                              const Tensor& y) {
   if (!is_relu_without_rows(norm)) return launch_any_norm_act_forward(size, x, norm, y);
   const OnDeviceOf on(x);
@@ -180,7 +180,7 @@ void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm
 }
 
 // A block has few channels: the last block adds few partial sums.
-void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                    const Norm& norm, const Tensor* g, const Tensor& sums) {
   if (!is_relu_without_rows(norm)) {
     return launch_any_norm_act_backward_mask(size, dy, x, norm, g, sums);
@@ -208,7 +208,7 @@ void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, con
   });
 }
 
-void launch_norm_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
+void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,
                                 const Tensor& dx) {
   const AffineStep& step = *gradient.step;
   const bool is_relu = step.norm.activation.kind == ActivationKind::kRelu;

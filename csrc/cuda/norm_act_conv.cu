@@ -91,7 +91,7 @@ void check_step_is_served(const Gradient& gradient) {
            "step_sums: expected no rows in a convolution of the cuda backend");
 }
 
-int64_t bytes_of(const Activation& size, ScalarType dtype) {
+int64_t bytes_of(const ImageSizes& size, ScalarType dtype) {
   return size.pixels() * size.channels * (dtype == ScalarType::Float ? 4 : 2);
 }
 

@@ -154,7 +154,7 @@ struct Grid {
 };
 
 // A grid for channels in vectors of `width`; a block takes at most `most_columns` vectors.
-inline Grid grid_for(const Activation& size, int width, int steps, int most_columns,
+inline Grid grid_for(const ImageSizes& size, int width, int steps, int most_columns,
                      int blocks_per_multiprocessor) {
   const int64_t pixels = size.pixels(), channels = size.channels;
   const int vectors = static_cast<int>(channels / width);

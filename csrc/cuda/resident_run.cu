@@ -39,7 +39,7 @@ ResidentPlan plan_resident_run(int64_t channels, ScalarType dtype) {
 // output; empty if they do. `name` is the argument's.
 std::string refusal(const char* name, const Tensor& x, const std::vector<Tensor>& conv_weights,
                     int64_t units_per_block, ScalarType dtype, bool is_backward) {
-  const Activation size = check_activation(name, x);
+  const ImageSizes size = check_images(name, x);
   if (dtype != ScalarType::Half && dtype != ScalarType::BFloat16) {
     return "dtype: expected float16 or bfloat16";
   }
@@ -87,17 +87,17 @@ Tensor aligned(const Tensor& t) {
 
 // The units of a run, and the sizes of the inputs of first and of other units.
 struct ResidentUnits {
-  Activation wide, narrow;
+  ImageSizes wide, narrow;
   std::vector<Unit> units;
 
   ResidentUnits(const BlockRun& run, const Tensor& like)
-      : wide(check_activation("x", like)), narrow(wide) {
+      : wide(check_images("x", like)), narrow(wide) {
     narrow.channels /= 4;
     for (size_t i = 0; i < run.units(); ++i) {
       units.push_back(run.unit(i, run.conv_weights[i], input(run, i), run.dtype, like));
     }
   }
-  const Activation& input(const BlockRun& run, size_t i) const {
+  const ImageSizes& input(const BlockRun& run, size_t i) const {
     return run.starts_block(i) ? wide : narrow;
   }
 };
@@ -141,7 +141,7 @@ std::vector<Tensor> resident_run_forward(const Tensor& x, PK_RUN_PARAMETERS, boo
     const Statistics& of_input = i == 0 ? of_x : results.of_outputs[i - 1];
     const Norm norm = run.norm(i, of_input.mean, of_input.var);
     const bool starts_block = run.starts_block(i);
-    const Activation& size = of.input(run, i);
+    const ImageSizes& size = of.input(run, i);
     check_norm(norm, size, x, kRunNames.norm);
     ResidentForwardUnit& unit = params.units[i / kUnits][i % kUnits];
     unit.bn_weight = data<float>(norm.weight), unit.bn_bias = data<float>(norm.bias);

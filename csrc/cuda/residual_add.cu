@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
 using namespace cuda;
 
 // A block owns some channels, in a grid-stride loop over tiles of pixels.
-void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
+void launch_residual_add_forward(const ImageSizes& size, const Tensor& x, const Tensor& branch,
                                  const Output& output) {
   const Statistics& of_y = output.statistics;
   const OnDeviceOf on(x);

@@ -26,7 +26,7 @@ struct BlockRun {
 
   // Unit i. `stream` is the dtype of the inputs and outputs of blocks, which have as many channels
   // as `like`.
-  Unit unit(size_t i, const Tensor& weight, const Activation& size, ScalarType stream,
+  Unit unit(size_t i, const Tensor& weight, const ImageSizes& size, ScalarType stream,
             const Tensor& like, const char* name = kRunNames.conv_weight) const {
     const ConvDtypes dtypes{dtype, starts_block(i) ? stream : dtype,
                             ends_block(i) ? stream : dtype};
@@ -73,7 +73,7 @@ inline std::vector<bool> are_kept(const BlockRun& run, const std::vector<int64_t
 inline std::vector<Tensor> run_forward(const Tensor& x, const BlockRun& run, bool with_stats,
                                        const std::vector<int64_t>& kept_blocks,
                                        bool keep_unit_inputs) {
-  Activation size = check_activation("x", x);  // before memory on its device is written
+  ImageSizes size = check_images("x", x);  // before memory on its device is written
   check_run(run);
   const std::vector<bool> keeps = are_kept(run, kept_blocks);
   const bool are_given = run.means.size() == run.units();
@@ -150,7 +150,7 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   check_count("negated", given.negated, rebuilt.size());
   check_count("means", run.means, run.units());
   const Tensor dy = gradient.g;
-  Activation size = check_activation("g", dy);
+  ImageSizes size = check_images("g", dy);
   const ScalarType stream = dtype_of(gradient);
   if (given.y.has_value()) {
     check_sizes("y", *given.y, size, dy);

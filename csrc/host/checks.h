@@ -92,7 +92,7 @@ inline bool is_planar(const Tensor& t) {
 }
 
 // Checks that a tensor is [N, C, H, W] with dense NHWC memory, or NCHW if `planar`.
-inline Activation check_activation(const char* name, const Tensor& t, bool planar = false) {
+inline ImageSizes check_images(const char* name, const Tensor& t, bool planar = false) {
   check_dtype(name, t);
   PK_CHECK(t.dim() == 4, name, ": expected 4 dimensions [N, C, H, W], got ", t.dim());
   const auto size = t.sizes();
@@ -128,22 +128,22 @@ inline void check_shape(const char* name, const Tensor& t,
   fail(name, ": expected shape ", text(expected), ", got ", text(size));
 }
 
-// Checks an activation of these sizes on the device of `like`.
-inline void check_sizes(const char* name, const Tensor& t, const Activation& size,
+// Checks a tensor of these sizes on the device of `like`.
+inline void check_sizes(const char* name, const Tensor& t, const ImageSizes& size,
                         const Tensor& like, bool planar = false) {
-  check_activation(name, t, planar);
+  check_images(name, t, planar);
   check_same_device(name, t, like);
   check_shape(name, t, {size.images, size.channels, size.height, size.width});
 }
 
 // check_sizes, and the dtype of `like`.
-inline void check_like(const char* name, const Tensor& t, const Activation& size,
+inline void check_like(const char* name, const Tensor& t, const ImageSizes& size,
                        const Tensor& like, bool planar = false) {
   check_sizes(name, t, size, like, planar);
   PK_CHECK(t.scalar_type() == like.scalar_type(), name, ": expected the dtype of x");
 }
 
-// The dtype of statistics: float64 for float64 activations, float32 for all others.
+// The dtype of statistics: float64 for float64, float32 for all others.
 inline ScalarType statistics_dtype(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -158,7 +158,7 @@ inline void check_statistics(const char* name, const Tensor& t, const Tensor& x)
 }
 
 // check_statistics, and the shape [C] or [N, C].
-inline void check_table(const char* name, const Tensor& t, const Activation& size,
+inline void check_table(const char* name, const Tensor& t, const ImageSizes& size,
                         const Tensor& x) {
   check_statistics(name, t, x);
   if (t.dim() == 2) return check_shape(name, t, {size.images, size.channels});
@@ -191,7 +191,7 @@ constexpr UnitNames kRunNames{
 constexpr GradientNames kGradientNames{
     "g", "step_x", {"step_mean", "step_var", "step_weight", ""}, "step_sums"};
 
-inline void check_norm(const Norm& norm, const Activation& size, const Tensor& x,
+inline void check_norm(const Norm& norm, const ImageSizes& size, const Tensor& x,
                        const NormNames& names = kUnitNames.norm) {
   check_table(names.mean, norm.mean, size, x);
   check_table(names.var, norm.var, size, x);
@@ -206,7 +206,7 @@ inline ScalarType dtype_of(const Gradient& gradient) {
 }
 
 // Checks the step of a gradient of these sizes, on the device of `like`.
-inline void check_step(const AffineStep& step, const Activation& size, const Tensor& like,
+inline void check_step(const AffineStep& step, const ImageSizes& size, const Tensor& like,
                        bool planar = false, const GradientNames& names = kGradientNames) {
   check_sizes(names.x, step.x, size, like, planar);
   if (step.skip.has_value()) check_like("skip", *step.skip, size, step.x, planar);
@@ -218,9 +218,9 @@ inline void check_step(const AffineStep& step, const Activation& size, const Ten
   check_shape(names.sums, step.sums, {2, size.channels});
 }
 
-// Checks the weight and the stride of a convolution of activations on the device of `like`, and
+// Checks the weight and the stride of a convolution of images on the device of `like`, and
 // that the library serves it.
-inline ConvSizes check_conv(const Activation& size, const Tensor& conv_weight, Stride stride,
+inline ConvSizes check_conv(const ImageSizes& size, const Tensor& conv_weight, Stride stride,
                             const ConvDtypes& dtypes, const Tensor& like,
                             const char* name = kUnitNames.conv_weight) {
   check_tensor(name, conv_weight);

@@ -15,28 +15,28 @@ struct Unit {
   bool is_x_rebuilt = false;  // only postponed weight gradients then keep x alive
 };
 
-void launch_bn_stats(const Activation& size, const Tensor& x, const Statistics& of_x);
+void launch_bn_stats(const ImageSizes& size, const Tensor& x, const Statistics& of_x);
 
 // Mean and variance of each image and group of channels, [N, C]: equal for the channels of a group.
-void launch_group_stats(const Activation& size, const Tensor& x, int64_t groups,
+void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
                         const Statistics& of_x);
 
 // y = x + branch, and the statistics of y if they are wanted.
-void launch_residual_add_forward(const Activation& size, const Tensor& x, const Tensor& branch,
+void launch_residual_add_forward(const ImageSizes& size, const Tensor& x, const Tensor& branch,
                                  const Output& output);
 
 // y = act(p) for p = (x - mean) * scale + bias.
-void launch_norm_act_forward(const Activation& size, const Tensor& x, const Norm& norm,
+void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                              const Tensor& y);
 
 // g = dy * act'(p), stored unless `g` is null, and the sums of g and of g * xhat: [2, C], or [2, N,
 // C] if the norm has rows.
-void launch_norm_act_backward_mask(const Activation& size, const Tensor& dy, const Tensor& x,
+void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                    const Norm& norm, const Tensor* g, const Tensor& sums);
 
 // dx = [skip +] A*g + B*(x - mean) + C for a gradient with a step. If `activated`, g is first
 // multiplied by act'(p), and there is no skip.
-void launch_norm_input_gradient(const Activation& size, const Gradient& gradient, bool activated,
+void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,
                                 const Tensor& dx);
 
 // y = conv(act(p)) [+ conv_bias] [+ residual], and the statistics of y if they are wanted.

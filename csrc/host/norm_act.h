@@ -9,14 +9,14 @@
 namespace preact_kernels {
 
 inline std::tuple<Tensor, Tensor> bn_stats(const Tensor& x) {
-  const Activation size = check_activation("x", x, is_planar(x));
+  const ImageSizes size = check_images("x", x, is_planar(x));
   const Statistics statistics = new_statistics(x, true, size.channels);
   launch_bn_stats(size, x, statistics);
   return {statistics.mean, statistics.var};
 }
 
 inline std::tuple<Tensor, Tensor> group_stats(const Tensor& x, int64_t groups) {
-  const Activation size = check_activation("x", x, is_planar(x));
+  const ImageSizes size = check_images("x", x, is_planar(x));
   PK_CHECK(groups > 0 && size.channels % groups == 0, "groups: expected a divisor of the channels ",
            size.channels, ", got ", groups);
   const Statistics statistics = new_image_statistics(x, size);
@@ -27,7 +27,7 @@ inline std::tuple<Tensor, Tensor> group_stats(const Tensor& x, int64_t groups) {
 inline std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x,
                                                                const Tensor& branch,
                                                                bool with_stats) {
-  const Activation size = check_activation("x", x);
+  const ImageSizes size = check_images("x", x);
   check_like("branch", branch, size, x);
   const Output output{empty_nhwc(x, size), new_statistics(x, with_stats, size.channels)};
   launch_residual_add_forward(size, x, branch, output);
@@ -36,7 +36,7 @@ inline std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x,
 
 inline Tensor norm_act_forward(const Tensor& x, PK_NORM_PARAMETERS) {
   const Norm norm = norm_of(PK_NORM_ARGUMENTS);
-  const Activation size = check_activation("x", x, is_planar(x));
+  const ImageSizes size = check_images("x", x, is_planar(x));
   check_norm(norm, size, x);
   const Tensor y = empty_dense(x, size);
   launch_norm_act_forward(size, x, norm, y);
@@ -46,7 +46,7 @@ inline Tensor norm_act_forward(const Tensor& x, PK_NORM_PARAMETERS) {
 // Checks and allocates for launch_norm_act_backward_mask, and returns the sums.
 inline Tensor activation_gradient(const Tensor& dy, const Tensor& x, const Norm& norm,
                                   const Tensor* g) {
-  const Activation size = check_activation("x", x, is_planar(x));
+  const ImageSizes size = check_images("x", x, is_planar(x));
   check_like("dy", dy, size, x, is_planar(x));
   check_norm(norm, size, x);
   const Tensor sums = empty_sums(x, size, norm.has_rows());
@@ -61,7 +61,7 @@ inline Tensor norm_act_backward_sums(const Tensor& dy, const Tensor& x, PK_NORM_
 // Used with convolutions that PyTorch computes.
 inline std::tuple<Tensor, Tensor> norm_act_backward_mask(const Tensor& dy, const Tensor& x,
                                                          PK_NORM_PARAMETERS) {
-  const Tensor g = empty_dense(x, check_activation("x", x, is_planar(x)));
+  const Tensor g = empty_dense(x, check_images("x", x, is_planar(x)));
   return {g, activation_gradient(dy, x, norm_of(PK_NORM_ARGUMENTS), &g)};
 }
 
@@ -70,7 +70,7 @@ inline Tensor whole_gradient(const Gradient& gradient, bool activated, const Gra
   PK_CHECK(gradient.step.has_value(), names.x, ": expected a tensor, got none");
   const Tensor& x = gradient.step->x;
   const bool planar = is_planar(x);
-  const Activation size = check_activation(names.x, x, planar);
+  const ImageSizes size = check_images(names.x, x, planar);
   check_like(names.g, gradient.g, size, x, planar);
   check_step(*gradient.step, size, x, planar, names);
   const Tensor dx = empty_dense(x, size);

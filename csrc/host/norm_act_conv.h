@@ -36,7 +36,7 @@ inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs
                           UnitGradients& gradients, const UnitNames& names = kUnitNames) {
   const Wanted& wanted = gradients.wanted;
   const Tensor& x = inputs.x;
-  const Activation y_size = unit.conv.output();
+  const ImageSizes y_size = unit.conv.output();
   check_inputs(unit, inputs, names);
   check_sizes("g", dy.g, y_size, x);
   PK_CHECK(dy.dtype() == unit.dtypes.y, "g, step_x: expected the dtype of y");
@@ -54,7 +54,7 @@ inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs
 // A unit without workspace.
 inline std::vector<Unit> one_unit(const Tensor& x, const Tensor& conv_weight,
                                   const std::vector<int64_t>& stride, const ConvDtypes& dtypes) {
-  const Activation size = check_activation("x", x);  // before memory on its device is written
+  const ImageSizes size = check_images("x", x);  // before memory on its device is written
   PK_CHECK(stride.size() == 2, "stride: expected 2 values, got ", stride.size());
   return {{check_conv(size, conv_weight, {stride[0], stride[1]}, dtypes, x), dtypes, 0}};
 }

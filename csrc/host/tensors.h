@@ -47,14 +47,14 @@ inline Tensor new_like(const Tensor& t) {
   return allocated([&] { return torch::stable::empty_like(t); });
 }
 
-// An uninitialised activation. Each library defines it.
-Tensor empty_nhwc(const Tensor& like, const Activation& size, ScalarType dtype);
-inline Tensor empty_nhwc(const Tensor& like, const Activation& size) {
+// An uninitialised tensor [N, C, H, W]. Each library defines it.
+Tensor empty_nhwc(const Tensor& like, const ImageSizes& size, ScalarType dtype);
+inline Tensor empty_nhwc(const Tensor& like, const ImageSizes& size) {
   return empty_nhwc(like, size, like.scalar_type());
 }
 
-// An uninitialised activation in the memory order of `like`.
-inline Tensor empty_dense(const Tensor& like, const Activation& size) {
+// An uninitialised tensor [N, C, H, W] in the memory order of `like`.
+inline Tensor empty_dense(const Tensor& like, const ImageSizes& size) {
   return is_planar(like) ? new_like(like) : empty_nhwc(like, size);
 }
 
@@ -62,13 +62,13 @@ inline Tensor empty_statistics(const Tensor& like, int64_t count) {
   return new_tensor(like, {count}, statistics_dtype(like.scalar_type()));
 }
 
-inline Tensor empty_sums(const Tensor& like, const Activation& size, bool has_rows) {
+inline Tensor empty_sums(const Tensor& like, const ImageSizes& size, bool has_rows) {
   const ScalarType dtype = statistics_dtype(like.scalar_type());
   if (has_rows) return new_tensor(like, {2, size.images, size.channels}, dtype);
   return new_tensor(like, {2, size.channels}, dtype);
 }
 
-inline Statistics new_image_statistics(const Tensor& like, const Activation& size) {
+inline Statistics new_image_statistics(const Tensor& like, const ImageSizes& size) {
   const ScalarType dtype = statistics_dtype(like.scalar_type());
   const auto table = [&] { return new_tensor(like, {size.images, size.channels}, dtype); };
   return {table(), table(), true};
