@@ -29,7 +29,7 @@ enum class ActivationKind {
   kTanh
 };
 
-struct ActivationFunction {
+struct Activation {
   ActivationKind kind = ActivationKind::kRelu;
   double parameter = 0;  // the slope of leaky_relu, alpha of elu, beta of softplus
 };

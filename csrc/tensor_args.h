@@ -17,7 +17,7 @@ struct Norm {
   Tensor mean, var, weight;
   std::optional<Tensor> bias;  // absent in an AffineStep, which does not read it
   double eps;
-  ActivationFunction activation = {};
+  Activation activation = {};
   Accumulators moments = {};  // if present: sums of values and squares, in place of mean and var
 
   // Whether a tensor has a row for each image.

@@ -18,7 +18,7 @@ struct AffineStep;
 template <class A>
 struct NormRow {
   const A *mean, *scale, *bias;
-  ActivationFunction activation;
+  Activation activation;
 };
 
 // The coefficients of a norm: one row, or a row for each image.
@@ -38,7 +38,7 @@ class Normalisation {
  private:
   const A *mean_, *bias_;
   int64_t mean_stride_, bias_stride_, scale_stride_;  // distances between rows; 0 for one row
-  ActivationFunction activation_;
+  Activation activation_;
   std::vector<A> scale_;
   std::vector<double> rstd_;
 };

@@ -33,7 +33,7 @@ struct Haloed {
   int64_t offset(int64_t row, int64_t column) const { return row * pitch() + column * channels; }
 };
 
-// The activation that `rows` rows of the output read. A row of the input has `width` pixels.
+// The part of act(p) that `rows` rows of the output read. A row of the input has `width` pixels.
 inline Haloed haloed_input(const ConvSizes& conv, int64_t rows, int64_t width) {
   return {(rows - 1) * conv.stride.h + conv.kernel_h, width + 2 * conv.halo_w(), conv.in_channels};
 }

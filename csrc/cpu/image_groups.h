@@ -1,4 +1,4 @@
-// The plan of a weight-stationary convolution: large weights, few activations.
+// The plan of a weight-stationary convolution: large weights, few pixels.
 //
 // Strips would read all weights, and add to their whole gradient, for every few pixels. Here a task
 // computes some output channels for a group of images: it packs the part of their weights that fits
@@ -36,7 +36,7 @@ struct Interleaved {
   static constexpr int64_t kPadding = 32;
 };
 
-// The activation that a strip of whole images reads. Images beyond the strip's are zero: dot
+// The part of act(p) that a strip of whole images reads. Images beyond the strip's are zero: dot
 // products need an even number.
 inline Interleaved interleaved_input(const ConvSizes& conv, const Strip& strip, int64_t images) {
   const int64_t width = strip.in.width + 2 * conv.halo_w(), step = conv.stride.w;

@@ -8,10 +8,9 @@ namespace preact_kernels {
 
 PK_FOR_EACH_ISA(
     // activation
-    template <class T>
-    void activate(const ActivationFunction& activation, T* values, int64_t count);
+    template <class T> void activate(const Activation& activation, T* values, int64_t count);
 
-    template <class A> void multiply_by_derivative(const ActivationFunction& activation, const A* p,
+    template <class A> void multiply_by_derivative(const Activation& activation, const A* p,
                                                    A* gradient, int64_t count);
 
     // dropout
@@ -76,9 +75,9 @@ PK_FOR_EACH_ISA(
     template <class T> int64_t packed_channels(const ConvSizes& conv, int64_t in_channels);
 
     template <class T>
-    void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm,
-                         const ConvSizes& conv, const Strip& strip, const Interleaved& operand,
-                         const RowPart& part, void* memory);
+    void fill_activated(const T* x, const Normalisation<Accumulate<T>>& norm, const ConvSizes& conv,
+                        const Strip& strip, const Interleaved& operand, const RowPart& part,
+                        void* memory);
 
     template <class T>
     void fill_gradient(const OutputGradient<T>& dy, const ConvSizes& conv, const Strip& strip,
@@ -99,7 +98,7 @@ PK_FOR_EACH_ISA(
     template <class T>
     void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip,
                                     const Interleaved& input, const Interleaved& output,
-                                    const void* activation, const void* narrow, int64_t tap,
+                                    const void* activated, const void* narrow, int64_t tap,
                                     int64_t channel, int64_t channels, Accumulate<T>* partial);)
 
 }  // namespace preact_kernels

@@ -23,7 +23,7 @@ static int64_t channel_multiple() { return vector_bytes() / static_cast<int64_t>
 
 // The fields of `ConvLimits` in kernels/cpu.py.
 static std::vector<int64_t> conv_limits() {
-  return {Taps::kMost, kSmallWeight, kFewActivations, kFewActivationsPerWeight};
+  return {Taps::kMost, kSmallWeight, kFewValues, kFewValuesPerWeight};
 }
 
 // Whether both passes of a convolution of `x` are weight-stationary; whether both use

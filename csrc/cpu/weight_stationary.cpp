@@ -66,8 +66,7 @@ struct Operands {
   template <class N>
   void fill_inputs(const T* x, const N& norm) const {
     for_row_parts(&Strip::in, [&](int64_t group, const Strip& strip, const RowPart& part) {
-      PK_CALL_PRODUCT(T, fill_activation, x, norm, conv, strip, input(strip), part,
-                      input_of(group));
+      PK_CALL_PRODUCT(T, fill_activated, x, norm, conv, strip, input(strip), part, input_of(group));
     });
   }
 
@@ -121,22 +120,23 @@ void* packed_memory(const ConvSizes& conv, int64_t in_channels) {
 
 }  // namespace
 
-// From `activations` per weight on, strips with kernels/winograd.h are faster, if it serves.
-static bool is_weight_stationary(const ConvSizes& conv, bool has_winograd, double activations) {
+// From `values_per_weight` on, strips with kernels/winograd.h are faster, if it serves.
+static bool is_weight_stationary(const ConvSizes& conv, bool has_winograd,
+                                 double values_per_weight) {
   const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
   const ImageSizes in = conv.input(), out = conv.output();
   const int64_t values = in.pixels() * in.channels + out.pixels() * out.channels;
   if (weights <= kSmallWeight) return false;
-  if (has_winograd && values >= activations * weights) return false;
-  return values <= std::min(kFewActivationsPerWeight * weights, kFewActivations);
+  if (has_winograd && values >= values_per_weight * weights) return false;
+  return values <= std::min(kFewValuesPerWeight * weights, kFewValues);
 }
 
 bool is_forward_stationary(const ConvSizes& conv, bool has_winograd) {
-  return is_weight_stationary(conv, has_winograd, kWinogradActivations);
+  return is_weight_stationary(conv, has_winograd, kWinogradValues);
 }
 
 bool is_backward_stationary(const ConvSizes& conv, bool has_winograd) {
-  return is_weight_stationary(conv, has_winograd, kWinogradBackwardActivations);
+  return is_weight_stationary(conv, has_winograd, kWinogradBackwardValues);
 }
 
 template <class T>

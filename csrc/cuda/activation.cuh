@@ -11,13 +11,13 @@
 
 namespace preact_kernels::cuda {
 
-// An ActivationFunction in the precision of kernels.
+// An Activation in the precision of kernels.
 struct KernelActivation {
   ActivationKind kind;
   float parameter;
 };
 
-inline KernelActivation kernel_activation(const ActivationFunction& function) {
+inline KernelActivation kernel_activation(const Activation& function) {
   return {function.kind, static_cast<float>(function.parameter)};
 }
 

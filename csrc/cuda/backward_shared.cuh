@@ -22,7 +22,7 @@ struct BackwardShared {
   using GAhead = VectorsAhead<T, kWidth>;
 
   // Offsets in bytes.
-  int weights, dy, activation, da, norm, step, x_ahead, dy_ahead;
+  int weights, dy, activated, da, norm, step, x_ahead, dy_ahead;
   int bytes;
   int dy_parts;  // parts of a vector in dy_ahead
 
@@ -35,8 +35,8 @@ struct BackwardShared {
     const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
     weights = 0;
     dy = weights + (of_input ? Tile<C>::kTaps * out_channels * in_row : 0);
-    activation = dy + halo_pixels * out_row;
-    da = activation + pixels * in_row;
+    activated = dy + halo_pixels * out_row;
+    da = activated + pixels * in_row;
     norm = da + (of_input ? pixels * in_row : 0);
     step = norm + Normalisation<kWidth>::kRows * in_channels * 4;
     x_ahead = step + InputGradient<kWidth>::kRows * out_channels * 4;

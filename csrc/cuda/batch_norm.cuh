@@ -109,7 +109,7 @@ struct Normalisation {
 
   // relu(p) of a vector of x as an operand, rounded as PyTorch stores it.
   template <class T, class X>
-  __device__ FullVector<T> activation(const Vector<X, kWidth>& x) const {
+  __device__ FullVector<T> activated(const Vector<X, kWidth>& x) const {
     float p[kWidth];
     x.unpack(p);
 #pragma unroll

@@ -38,7 +38,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* dy_tile = reinterpret_cast<T*>(memory + shared.dy);
-  T* activation = reinterpret_cast<T*>(memory + shared.activation);
+  T* activated = reinterpret_cast<T*>(memory + shared.activated);
   T* da = reinterpret_cast<T*>(memory + shared.da);
   float* norm = reinterpret_cast<float*>(memory + shared.norm);
   float* step = reinterpret_cast<float*>(memory + shared.step);
@@ -121,10 +121,10 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
         if (p >= pixels) break;
         FullVector<T> a{};
         if (tile.pixel(p) >= 0) {
-          a = in_norm.template activation<T>(x_ahead[i]);
+          a = in_norm.template activated<T>(x_ahead[i]);
           if constexpr (kMayMask) non_finite.add(a);
         }
-        a.store(activation + p * pitch + in.channel);
+        a.store(activated + p * pitch + in.channel);
       }
     }
     const auto form_dy = [&](auto form) {
@@ -172,9 +172,9 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
     }
     if constexpr (kWeight) {
       if (kMayMask && masks) {
-        dweight.template add<true>(tile, dy_tile, activation, pixels, out_channels, channels);
+        dweight.template add<true>(tile, dy_tile, activated, pixels, out_channels, channels);
       } else {
-        dweight.template add<false>(tile, dy_tile, activation, pixels, out_channels, channels);
+        dweight.template add<false>(tile, dy_tile, activated, pixels, out_channels, channels);
       }
     }
     __syncthreads();  // da is complete, and both tiles may be overwritten
@@ -187,7 +187,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
       if (pixel < 0) continue;
       FullVector<T> stored, a;
       stored.load(da + p * pitch + in.channel);
-      a.load(activation + p * pitch + in.channel);
+      a.load(activated + p * pitch + in.channel);
       stored = where_nonzero<T>(a, stored);
       stored.store(g + (pixel * channels + in.channel));
       float values[kWidth], of_x[kWidth], mean[kWidth];

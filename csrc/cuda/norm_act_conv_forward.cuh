@@ -13,7 +13,7 @@ struct ForwardShared {
   using XAhead = VectorsAhead<typename Types::X, kWidth>;
   using ResidualAhead = VectorsAhead<typename Types::Y, kWidth>;
 
-  int weights, activation, sums, norm, x_ahead, residual_ahead;  // offsets in bytes
+  int weights, activated, sums, norm, x_ahead, residual_ahead;  // offsets in bytes
   int bytes;
 
   __host__ __device__ ForwardShared(int block_pixels, int in_channels, int out_channels) {
@@ -21,8 +21,8 @@ struct ForwardShared {
     const int pixels = Tile<C>::pixels(block_pixels);
     const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
     weights = 0;
-    activation = weights + Tile<C>::kTaps * out_channels * row;
-    sums = activation + halo_pixels * row;
+    activated = weights + Tile<C>::kTaps * out_channels * row;
+    sums = activated + halo_pixels * row;
     norm = sums + pixels * (out_channels + kSumsPadding) * 4;
     x_ahead = norm + Normalisation<kWidth>::kRows * in_channels * 4;
     residual_ahead = x_ahead + XAhead::bytes(halo_pixels, in_channels);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
   const Shared shared(block_pixels, channels, out_channels);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
-  T* activation = reinterpret_cast<T*>(memory + shared.activation);
+  T* activated = reinterpret_cast<T*>(memory + shared.activated);
   float* sums = reinterpret_cast<float*>(memory + shared.sums);
   float* norm = reinterpret_cast<float*>(memory + shared.norm);
   const typename Shared::XAhead x_ahead(memory + shared.x_ahead);
@@ -113,17 +113,17 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
       for (int i = 0; i < kHaloVectors<T, C>; ++i) {
         const int p = in.lane + i * in.lanes;
         if (p >= halo_pixels) break;
-        // The padding is zero after the activation.
+        // The padding of act(p) is zero.
         FullVector<T> a{};
-        if (tile.halo_pixel(p) >= 0) a = in_norm.template activation<T>(x_ahead[i]);
-        a.store(activation + p * pitch + in.channel);
+        if (tile.halo_pixel(p) >= 0) a = in_norm.template activated<T>(x_ahead[i]);
+        a.store(activated + p * pitch + in.channel);
       }
     }
-    __syncthreads();  // the activation is complete
+    __syncthreads();  // act(p) is complete
     copy_x(index + blocks);
-    multiply_weights<T, C, false>(activation, weights, pixels, channels, out_channels, sums,
+    multiply_weights<T, C, false>(activated, weights, pixels, channels, out_channels, sums,
                                   sums_pitch);
-    __syncthreads();     // the sums are complete, and the activation may be overwritten
+    __syncthreads();     // the sums are complete, and act(p) may be overwritten
     cp_async_wait<1>();  // the residual is here
     if (out.is_active) {
 #pragma unroll

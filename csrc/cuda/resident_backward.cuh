@@ -87,7 +87,7 @@ struct BackwardImage : ResidentImage<T, C> {
   static __device__ uint32_t masked(float low, float high, uint32_t input,
                                     const Coefficients<OF>& norm, WarpSums<CHANNELS>& sums, int c) {
     const float2 mean = norm[kMean], scale = norm[kScale], bias = norm[kBias];
-    const uint32_t a = activation_of<T>(input, &mean.x, &scale.x, &bias.x);
+    const uint32_t a = activated<T>(input, &mean.x, &scale.x, &bias.x);
     const uint32_t pair = pack_pair<T>(low, high) & mask_of_nonzero<T>(a);
     const float2 of_g = unpack_pair<T>(pair), of_x = unpack_pair<T>(input);
     sums.add(c, of_g.x, of_g.x * (of_x.x - mean.x));

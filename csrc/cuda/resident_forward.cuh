@@ -69,7 +69,7 @@ struct ForwardImage : ResidentImage<T, C> {
     const Place place;
     store_part(of_warp, parts() + place.warp * C + place.t * C / 4);
   }
-  // z = the activation of z.
+  // z = act(norm(z)).
   template <int UNIT>
   __device__ void activate() {
     const float* own = this->template norm<UNIT>() + Place().t * C / 4;
@@ -82,7 +82,7 @@ struct ForwardImage : ResidentImage<T, C> {
         mean[i] = channel[0], scale[i] = channel[C], bias[i] = channel[2 * C];
       }
       Base::for_rows(
-          [&](int r, int h) { z[r][h][j] = activation_of<T>(z[r][h][j], mean, scale, bias); });
+          [&](int r, int h) { z[r][h][j] = activated<T>(z[r][h][j], mean, scale, bias); });
     }
   }
   // Adds the 1x1 convolution of z to the stream. Leaves the statistics in `parts`.

@@ -173,8 +173,8 @@ struct WarpSums {
 
 // relu(p) of two neighbouring values of x, rounded, with the coefficients of a Normalisation.
 template <class T>
-__device__ inline uint32_t activation_of(uint32_t x, const float* mean, const float* scale,
-                                         const float* bias) {
+__device__ inline uint32_t activated(uint32_t x, const float* mean, const float* scale,
+                                     const float* bias) {
   const float2 both = unpack_pair<T>(x);
   return pack_pair<T>(relu(fmaf(both.x - mean[0], scale[0], bias[0])),
                       relu(fmaf(both.y - mean[1], scale[1], bias[1])));
@@ -361,7 +361,7 @@ struct ResidentImage {
     for_rows([&](int r, int h) { store_narrow(from[r][h], own + Shape::step(r, h) * C); });
   }
 
-  // sums += the 1x1 convolution of the stream; of its activation if ACTIVATES.
+  // sums += the 1x1 convolution of the stream; of act(stream) if ACTIVATES.
   template <bool ACTIVATES>
   __device__ void multiply_stream(Sums& sums) {
     untrace_stream();
@@ -392,7 +392,7 @@ struct ResidentImage {
             const int at = i / 2 * 2;
             a[i] = x[r][4 * b + q + i / 2][i % 2];
             if constexpr (ACTIVATES) {
-              a[i] = activation_of<T>(a[i], mean + at, scale + at, bias + at);
+              a[i] = activated<T>(a[i], mean + at, scale + at, bias + at);
             }
           }
 #pragma unroll

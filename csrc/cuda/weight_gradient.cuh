@@ -39,7 +39,7 @@ struct WeightGradient {
   // Only dy has a halo. Operands are zero outside the image, but 0 * NaN is NaN: kMasks leaves out
   // pairs with a pixel outside.
   template <bool kMasks>
-  __device__ void add(const Tile<C>& tile, const T* dy, const T* activation, int pixels,
+  __device__ void add(const Tile<C>& tile, const T* dy, const T* activated, int pixels,
                       int out_channels, int channels) {
     const int dy_pitch = out_channels + kFullWidth<T>, pitch = channels + kFullWidth<T>;
     // A warp's groups in one column share the second operand.
@@ -53,7 +53,7 @@ struct WeightGradient {
         if (group >= groups) break;
         const int k = group / in_groups * 16, c = group % in_groups * 16;
         if (j == 0 || !is_column) {
-          load_b_by_rows<T>(b, [=](int i) { return activation + (p + i) * pitch + c; });
+          load_b_by_rows<T>(b, [=](int i) { return activated + (p + i) * pitch + c; });
         }
 #pragma unroll
         for (int t = 0; t < kOwnTaps; ++t) {

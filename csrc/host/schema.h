@@ -36,7 +36,7 @@
 
 namespace preact_kernels {
 
-inline ActivationFunction activation_of(const std::string& name, double parameter) {
+inline Activation activation_of(const std::string& name, double parameter) {
   // In the order of ActivationKind.
   static constexpr const char* kNames[] = {
       "relu", "leaky_relu", "identity", "relu6",    "silu",    "gelu", "gelu_tanh",

@@ -28,16 +28,16 @@ from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.layout import CHANNELS_LAST, nchw, nhwc
 from preact_kernels.kernels.native import NativeKernels, load_library
 
-# Beyond `ConvLimits.few_activations`, a direct convolution is faster if the activations have at
+# Beyond `ConvLimits.few_values`, a direct convolution is faster if the values have at
 # least this many elements per weight and thread, by lanes of a vector: each thread sums its own
 # weight gradient. The factors for AVX-512 were measured in networks on two cores of Zen 5. On AVX2,
 # with 1, 2 and 4 threads on two cores of an EPYC, the direct convolutions always won in half
 # precision and nearly always in float32, where the factor is an estimate for many threads.
-_ACTIVATIONS_PER_WEIGHT = {
+_VALUES_PER_WEIGHT = {
     16: {torch.float32: 0.15, torch.bfloat16: 2.0, torch.float16: 0.05},
     8: {torch.float32: 0.05, torch.bfloat16: 0.0, torch.float16: 0.0},
 }
-# Beyond `ConvLimits.few_activations` on AVX2, PyTorch runs float32 1x1 weights with more elements.
+# Beyond `ConvLimits.few_values` on AVX2, PyTorch runs float32 1x1 weights with more elements.
 _MOST_POINTWISE_WEIGHTS = 512 * 1024
 # PyTorch's copy between NCHW and NHWC on one thread is faster for tensors with fewer elements.
 _LEAST_CONVERTED = 64 * 1024
@@ -48,10 +48,10 @@ class ConvLimits(NamedTuple):
 
     most_taps: int
     small_weight: int  # up to this size, direct convolutions win on every instruction set
-    # Larger weights are read once for all pixels if the activations before and after the
+    # Larger weights are read once for all pixels if the values before and after the
     # convolution have at most this many elements, and at most this many per weight.
-    few_activations: int
-    few_activations_per_weight: int
+    few_values: int
+    few_values_per_weight: int
 
 
 class CPUKernels(NativeKernels):
@@ -91,30 +91,28 @@ class CPUKernels(NativeKernels):
         weights = taps * out_channels * in_channels
         if weights <= self.limits.small_weight:
             return True
-        activations = None
+        values = None
         if pixels is not None:
             computed = pixels // (stride[0] * stride[1])  # approximately
             read = pixels if taps > 1 else computed
-            activations = read * in_channels + computed * out_channels
-        return self._is_faster(taps, weights, activations, dtype)
+            values = read * in_channels + computed * out_channels
+        return self._is_faster(taps, weights, values, dtype)
 
-    def _is_faster(
-        self, taps: int, weights: int, activations: int | None, dtype: torch.dtype
-    ) -> bool:
+    def _is_faster(self, taps: int, weights: int, values: int | None, dtype: torch.dtype) -> bool:
         """Whether a direct convolution with a large weight is faster than PyTorch's."""
         limits, lanes = self.limits, self._channel_multiple
         if lanes < 8 or (dtype.itemsize == 2 and torch_compat.has_amx()):
             return False
-        if activations is None:
+        if values is None:
             return True
-        few = min(limits.few_activations, limits.few_activations_per_weight * weights)
-        if activations <= few:
+        few = min(limits.few_values, limits.few_values_per_weight * weights)
+        if values <= few:
             return True
         is_pointwise = taps == 1 and weights > _MOST_POINTWISE_WEIGHTS
         if lanes == 8 and dtype == torch.float32 and is_pointwise:
             return False
-        least = _ACTIVATIONS_PER_WEIGHT[lanes][dtype] * weights * torch.get_num_threads()
-        return activations >= least
+        least = _VALUES_PER_WEIGHT[lanes][dtype] * weights * torch.get_num_threads()
+        return values >= least
 
     def norm_act_conv_forward(
         self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE

@@ -87,7 +87,7 @@ def test_cases_are_weight_stationary():
 
 def test_the_limits_of_the_library():
     limits = cpu.kernels().limits
-    few, few_per_weight = limits.few_activations, limits.few_activations_per_weight
+    few, few_per_weight = limits.few_values, limits.few_values_per_weight
     for shape, most in (
         ((512, 512, 3, 3), few // 1024),
         ((256, 64, 3, 3), few_per_weight * 256 * 64 * 9 // 320),

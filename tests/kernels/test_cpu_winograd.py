@@ -74,7 +74,7 @@ def test_shapes_that_are_served(dtype):
     assert not has_winograd(x, weight, (2, 2)) and not has_winograd(x, weight, (1, 2))
 
 
-def test_few_activations_of_a_large_weight_are_weight_stationary():
+def test_few_values_of_a_large_weight_are_weight_stationary():
     """The limits, 0.4 and 0.8 activations per weight, are of 28.8 and 57.6 rows."""
     weight = torch.empty(128, 128, 3, 3)
     for height, route in ((28, (True, False)), (30, (False, False)), (58, (False, True))):

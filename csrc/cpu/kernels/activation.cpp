@@ -299,7 +299,7 @@ struct Tanh {
 
 // Calls body(function) with one of these structs.
 template <class A, class Body>
-PK_INLINE void with_activation(const ActivationFunction& activation, const Body& body) {
+PK_INLINE void with_activation(const Activation& activation, const Body& body) {
   const A parameter = static_cast<A>(activation.parameter);
 #define PK_CASE(name, ...)      \
   case ActivationKind::k##name: \
@@ -324,7 +324,7 @@ PK_INLINE void with_activation(const ActivationFunction& activation, const Body&
 
 // values = act(values).
 template <class T>
-void activate(const ActivationFunction& activation, T* values, int64_t count) {
+void activate(const Activation& activation, T* values, int64_t count) {
   using A = Accumulate<T>;
   with_activation<A>(activation, [&](const auto& function) PK_LAMBDA {
     int64_t i = 0;
@@ -339,8 +339,7 @@ void activate(const ActivationFunction& activation, T* values, int64_t count) {
 
 // gradient *= act'(p). `count` is a multiple of the lanes.
 template <class A>
-void multiply_by_derivative(const ActivationFunction& activation, const A* p, A* gradient,
-                            int64_t count) {
+void multiply_by_derivative(const Activation& activation, const A* p, A* gradient, int64_t count) {
   with_activation<A>(activation, [&](const auto& function) PK_LAMBDA {
     for (int64_t i = 0; i < count; i += kLanes<A>) {
       store(gradient + i, function.gradient(load(p + i), load(gradient + i)));

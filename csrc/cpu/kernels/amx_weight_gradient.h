@@ -1,7 +1,7 @@
 // The weight gradient of a strip on tile registers: a product over pixels.
 //
 // With stride 1, the operands of a strip have the same halo, and a tap is a distance: pixel q of dy
-// meets pixel q + distance of the activation, counting pixels through the rows of an operand, halo
+// meets pixel q + distance of act(p), counting pixels through the rows of an operand, halo
 // included. One operand is transposed. The other is copied in pairs of pixels, once from its first
 // and once from its second pixel, for even and for odd distances.
 #pragma once
@@ -157,12 +157,12 @@ PK_INLINE void add_taps(const BFloat16* transposed, const BFloat16* copies, int6
 // Like strip_weight_gradient, for operands with a halo. Returns false, and adds nothing, for a
 // stride, and where a value that is not finite would meet the zeros of a halo:
 // strip_weight_gradient serves these.
-PK_INLINE bool amx_weight_gradient(const BFloat16* activation, const Haloed& a_operand,
+PK_INLINE bool amx_weight_gradient(const BFloat16* activated, const Haloed& a_operand,
                                    const BFloat16* gradient, const Haloed& dy_operand,
                                    const Strip& strip, const ConvSizes& conv, bool input_last,
                                    BFloat16* memory, float* dweight) {
   if (conv.stride.h != 1 || conv.stride.w != 1) return false;
-  if (conv.taps() > 1 && !(are_finite(activation, strip.images * a_operand.values()) &&
+  if (conv.taps() > 1 && !(are_finite(activated, strip.images * a_operand.values()) &&
                            are_finite(gradient, strip.images * dy_operand.values()))) {
     return false;
   }
@@ -178,7 +178,7 @@ PK_INLINE bool amx_weight_gradient(const BFloat16* activation, const Haloed& a_o
   for (int tile = 0; tile < kTiles; ++tile) shapes.set(tile, kMostTileRows, kTileBytes);
   const ConfiguredTiles configured(shapes);
   for (int64_t image = 0; image < strip.images; ++image) {
-    const BFloat16* a = activation + image * a_operand.values();
+    const BFloat16* a = activated + image * a_operand.values();
     const BFloat16* dy =
         gradient + image * dy_operand.values() + dy_operand.offset(conv.halo_h(), conv.halo_w());
     fill_transposed(input_last ? dy : a, narrow_channels, pixels, transposed);

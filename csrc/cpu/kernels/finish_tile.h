@@ -115,11 +115,10 @@ struct FinishOutput {
 
 // finish_input_gradient for any activation, with acc in memory: `rows` pixels of `width` channels.
 // All pointers are to the first value.
-template <class T, class Activation, class A>
+template <class T, class Activated, class A>
 PK_OUTLINE void finish_activation(A* acc, int rows, int width, const T* x, T* g, int64_t step,
-                                  const NormRow<A>& norm, A* sum, A* product,
-                                  Activation activation) {
-  constexpr bool kHasActivation = !std::is_null_pointer_v<Activation>;
+                                  const NormRow<A>& norm, A* sum, A* product, Activated activated) {
+  constexpr bool kStoresActivated = !std::is_null_pointer_v<Activated>;
   constexpr int lanes = kLanes<A>;
   alignas(64) A p_values[kRegisters * lanes] = {};
   for (int i = 0; i < rows; ++i) {
@@ -138,12 +137,12 @@ PK_OUTLINE void finish_activation(A* acc, int rows, int width, const T* x, T* g,
       store(product + c, load(product + c) + masked * d);
     }
   }
-  if constexpr (kHasActivation) {
-    if (activation == nullptr) return;
+  if constexpr (kStoresActivated) {
+    if (activated == nullptr) return;
     activate(norm.activation, p_values, int64_t(rows) * width);
     for (int i = 0; i < rows; ++i) {
       for (int c = 0; c < width; c += lanes) {
-        store(activation + i * step + c, load(p_values + i * width + c));
+        store(activated + i * step + c, load(p_values + i * width + c));
       }
     }
   }
@@ -151,14 +150,14 @@ PK_OUTLINE void finish_activation(A* acc, int rows, int width, const T* x, T* g,
 
 // g = acc * act'(p) for some vectors of channels from c on, and kRows pixels of x and g from
 // `pixel` on, `step` values apart. Adds the sums of g as stored and of g * (x - mean) to
-// sums[2][channels]. Stores act(p) in `activation`, an Operand<T>* or nullptr_t, if
-// `is_activation_stored`.
-template <class T, class Activation, class A, int kRows, int kVectors>
+// sums[2][channels]. Stores act(p) in `activated`, an Operand<T>* or nullptr_t, if
+// `is_activated_stored`.
+template <class T, class Activated, class A, int kRows, int kVectors>
 PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], const T* x, T* g,
                                      int64_t pixel, int64_t c, int64_t channels, int64_t step,
-                                     const NormRow<A>& norm, A* sums, bool is_activation_stored,
-                                     Activation activation) {
-  constexpr bool kHasActivation = !std::is_null_pointer_v<Activation>;
+                                     const NormRow<A>& norm, A* sums, bool is_activated_stored,
+                                     Activated activated) {
+  constexpr bool kStoresActivated = !std::is_null_pointer_v<Activated>;
   if (norm.activation.kind != ActivationKind::kRelu) {
     constexpr int kWidth = kVectors * kLanes<A>;
     alignas(64) A values[kRows * kWidth];
@@ -168,10 +167,10 @@ PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], co
       for (int v = 0; v < kVectors; ++v) store(values + i * kWidth + v * kLanes<A>, acc[i][v]);
     }
     const int64_t first = pixel * channels + c;
-    if constexpr (kHasActivation) activation = is_activation_stored ? activation + first : nullptr;
+    if constexpr (kStoresActivated) activated = is_activated_stored ? activated + first : nullptr;
     const NormRow<A> row{norm.mean + c, norm.scale + c, norm.bias + c, norm.activation};
     finish_activation(values, kRows, kWidth, x + first, g + first, step, row, sums + c,
-                      sums + channels + c, activation);
+                      sums + channels + c, activated);
     return;
   }
 #pragma GCC unroll 4
@@ -180,8 +179,8 @@ PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], co
     const int64_t first = pixel * channels + at, ahead = kAhead * kRows * step;
     const T* x_pixel = x + first;
     T* g_pixel = g + first;
-    Activation relu_pixel = activation;
-    if constexpr (kHasActivation) relu_pixel += first;
+    Activated relu_pixel = activated;
+    if constexpr (kStoresActivated) relu_pixel += first;
     const Vector<A> m = load(norm.mean + at), b = load(norm.bias + at), s = load(norm.scale + at);
     Vector<A> sum = {}, product = {};
 #pragma GCC unroll 32
@@ -190,8 +189,8 @@ PK_INLINE void finish_input_gradient(const Vector<A> (&acc)[kRows][kVectors], co
       __builtin_prefetch(g_pixel + ahead, 1);
       const Vector<A> d = load(x_pixel) - m;
       const Vector<A> p = d * s + b;
-      if constexpr (kHasActivation) {
-        if (is_activation_stored) store(relu_pixel, relu(p));
+      if constexpr (kStoresActivated) {
+        if (is_activated_stored) store(relu_pixel, relu(p));
         relu_pixel = next_pixel(relu_pixel, step);
       }
       const Vector<A> masked = stored(g_pixel, where_active<T>(p, acc[i][v]));

@@ -35,7 +35,7 @@ struct MaskedGradient {
   // Fills the buffer for pixels of x and dy that begin at these pointers.
   template <class Lanes>
   PK_INLINE void fill(const T* x, const T* dy, int64_t pixels, int64_t channels,
-                      const NormVectors<A, kVectors>& n, const ActivationFunction& activation,
+                      const NormVectors<A, kVectors>& n, const Activation& activation,
                       Lanes lanes) {
     if constexpr (!kRelu) {
       alignas(64) A p_values[kShortSum * kWidth];
@@ -58,7 +58,7 @@ struct MaskedGradient {
 
 // Calls body(kRelu) with a constant.
 template <class Body>
-PK_INLINE void with_relu(const ActivationFunction& activation, const Body& body) {
+PK_INLINE void with_relu(const Activation& activation, const Body& body) {
   if (activation.kind == ActivationKind::kRelu) {
     body(std::true_type{});
   } else {

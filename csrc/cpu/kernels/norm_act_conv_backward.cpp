@@ -51,7 +51,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     operands += strip.images * dy_operand.values();
   }
   // The epilogue of a 1x1 kernel computes every p, and stores act(p) here.
-  O* activation = operands;
+  O* activated = operands;
   const bool normalised = op.g != nullptr && conv.taps() == 1 && dweight != nullptr;
   if (op.g != nullptr) {
     std::fill_n(sums, strip.images * 2 * channels, A(0));
@@ -63,7 +63,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
     const auto finish = [=, &norm](const auto& acc, int64_t image, int64_t pixel,
                                    int64_t c) PK_LAMBDA {
       finish_input_gradient(acc, from, to, pixel, c, channels, step, norm.row(first_image + image),
-                            sums + image * 2 * channels, normalised, activation);
+                            sums + image * 2 * channels, normalised, activated);
     };
     for_served_images(conv, gradient, dy_operand, strip.images,
                       [&](int64_t first, int64_t count, bool is_served) PK_LAMBDA {
@@ -78,7 +78,7 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   }
   if (dweight == nullptr) return;
   if (!normalised) {
-    fill_haloed(activation, a_operand, strip.in, strip.images, conv,
+    fill_haloed(activated, a_operand, strip.in, strip.images, conv,
                 [&](O* row, int64_t pixel, int64_t image) PK_LAMBDA {
                   normalise(x + pixel * channels, row, channels, strip.in.width, channels,
                             op.norm.row(strip.first_image + image));
@@ -86,20 +86,20 @@ void strip_backward(const ConvBackward<T>& op, const Strip& strip, double* tile_
   }
   if constexpr (kHasWinograd<O>) {
     if (Winograd::serves(conv) && are_in_range(gradient, strip.images * dy_operand.values()) &&
-        are_in_range(activation, strip.images * a_operand.values())) {
-      winograd_weight_gradient(activation, a_operand, gradient, dy_operand, strip, conv, memory,
+        are_in_range(activated, strip.images * a_operand.values())) {
+      winograd_weight_gradient(activated, a_operand, gradient, dy_operand, strip, conv, memory,
                                dweight + conv.taps() * channels * outputs);
       return;
     }
   }
-  O* pairs = activation + strip.images * a_operand.values();
+  O* pairs = activated + strip.images * a_operand.values();
 #ifdef PK_HAS_TILES
-  if (amx_weight_gradient(activation, a_operand, gradient, dy_operand, strip, conv, op.input_last,
+  if (amx_weight_gradient(activated, a_operand, gradient, dy_operand, strip, conv, op.input_last,
                           pairs, dweight)) {
     return;
   }
 #endif
-  const PixelRows<O> a(activation, a_operand), dy_haloed(gradient, dy_operand);
+  const PixelRows<O> a(activated, a_operand), dy_haloed(gradient, dy_operand);
   const PixelRows<O> dy = dy_haloed.from(conv.halo_h(), conv.halo_w());
   strip_weight_gradient(a, dy, strip, conv, op.input_last, pairs, dweight);
 }

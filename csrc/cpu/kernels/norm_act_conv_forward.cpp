@@ -19,17 +19,17 @@ void strip_forward(const ConvForward<T>& op, const Strip& strip, Accumulate<T>* 
   const int64_t channels = conv.in_channels;
   const T* x = op.x;
   O* memory = static_cast<O*>(scratch);
-  O* activation = memory + Winograd::values(conv);
-  fill_haloed(activation, operand, strip.in, strip.images, conv,
+  O* activated = memory + Winograd::values(conv);
+  fill_haloed(activated, operand, strip.in, strip.images, conv,
               [&](O* row, int64_t pixel, int64_t image) PK_LAMBDA {
                 normalise(x + pixel * channels, row, channels, strip.in.width, channels,
                           op.norm.row(strip.first_image + image));
               });
   const FinishOutput<T, A> finish(op, strip, statistics);
   const ProductPixels<Haloed> pixels = output_pixels(conv, strip, operand);
-  for_served_images(conv, activation, operand, strip.images,
+  for_served_images(conv, activated, operand, strip.images,
                     [&](int64_t first, int64_t count, bool is_served) PK_LAMBDA {
-                      images_product(activation, pixels, first, count, is_served, conv, op.packed,
+                      images_product(activated, pixels, first, count, is_served, conv, op.packed,
                                      memory, finish);
                     });
 }

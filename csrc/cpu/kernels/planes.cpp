@@ -101,7 +101,7 @@ constexpr int64_t kPlanePart = 512;
 // gradient = dy * act'(p) for at most kPlanePart values; the rest of the last vector is 0.
 template <class T, class A>
 PK_INLINE void plane_gradient(const T* dy, const T* x, int64_t count, A mean, A scale, A bias,
-                              const ActivationFunction& activation, A* gradient) {
+                              const Activation& activation, A* gradient) {
   alignas(64) A p_values[kPlanePart];
   const bool is_relu = activation.kind == ActivationKind::kRelu;
   for_vectors<A>(count, [&](int64_t i, auto lanes) PK_LAMBDA {

@@ -60,11 +60,11 @@ PK_INLINE void fill_part(O* out, const Interleaved& operand, const ConvSizes& co
   }
 }
 
-// Writes a part of the activation act(p) to an operand.
+// Writes a part of act(p) to an operand.
 template <class T>
-void fill_activation(const T* x, const Normalisation<Accumulate<T>>& norm, const ConvSizes& conv,
-                     const Strip& strip, const Interleaved& operand, const RowPart& part,
-                     void* memory) {
+void fill_activated(const T* x, const Normalisation<Accumulate<T>>& norm, const ConvSizes& conv,
+                    const Strip& strip, const Interleaved& operand, const RowPart& part,
+                    void* memory) {
   using O = Operand<T>;
   const int64_t channels = conv.in_channels, step = operand.images * operand.step();
   const NormRow<Accumulate<T>> row = norm.row(strip.first_image + part.image);
@@ -260,7 +260,7 @@ void fill_row_pairs(const ConvSizes& conv, const Interleaved& operand, const voi
 // group of images. `narrow` is the output gradient, in pairs for dot products.
 template <class T>
 void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip, const Interleaved& input,
-                                const Interleaved& output, const void* activation,
+                                const Interleaved& output, const void* activated,
                                 const void* narrow, int64_t tap, int64_t channel, int64_t channels,
                                 Accumulate<T>* partial) {
   using O = Operand<T>;
@@ -270,7 +270,7 @@ void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip, const
   const PixelRange columns =
       inside(s - conv.halo_w(), conv.stride.w, strip.in.width, 0, strip.out.width);
   if (rows.count <= 0 || columns.count <= 0) return;
-  PixelRows<O> a(static_cast<const O*>(activation) +
+  PixelRows<O> a(static_cast<const O*>(activated) +
                      input.offset(rows.first * conv.stride.h + r, s) +
                      columns.first * images * input.step() + channel,
                  input);
@@ -302,7 +302,7 @@ void stationary_weight_gradient(const ConvSizes& conv, const Strip& strip, const
   template decltype(task_channels<T>) task_channels<T>;                         \
   template decltype(gradient_task_channels<T>) gradient_task_channels<T>;       \
   template decltype(packed_channels<T>) packed_channels<T>;                     \
-  template decltype(fill_activation<T>) fill_activation<T>;                     \
+  template decltype(fill_activated<T>) fill_activated<T>;                       \
   template decltype(fill_gradient<T>) fill_gradient<T>;                         \
   template decltype(fill_row_pairs<T>) fill_row_pairs<T>;                       \
   template decltype(stationary_output<T>) stationary_output<T>;                 \

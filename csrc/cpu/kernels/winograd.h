@@ -334,7 +334,7 @@ PK_INLINE void images_product(const O* in, const ProductPixels<Haloed>& of_strip
 
 // n[position][K][C] += the part of a strip.
 template <class A>
-PK_INLINE void winograd_weight_gradient(const A* activation, const Haloed& a_operand,
+PK_INLINE void winograd_weight_gradient(const A* activated, const Haloed& a_operand,
                                         const A* gradient, const Haloed& dy_operand,
                                         const Strip& strip, const ConvSizes& conv, A* memory,
                                         A* n) {
@@ -350,7 +350,7 @@ PK_INLINE void winograd_weight_gradient(const A* activation, const Haloed& a_ope
         for (int64_t i = 0; i < range.rows; ++i) {
           const int64_t image = range.image(i), row = 2 * range.row(i);
           const int64_t place = i * range.columns;
-          transform_pixels(activation + image * a_operand.values() + a_operand.offset(row, column),
+          transform_pixels(activated + image * a_operand.values() + a_operand.offset(row, column),
                            a_operand.pitch(), channels, range.columns, v_step,
                            v + place * channels);
           transform_gradient(
