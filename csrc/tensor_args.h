@@ -1,4 +1,4 @@
-// The arguments that hold tensors: see args.h.
+// The arguments that hold tensors, named as in preact_kernels/kernels/contract.py: see args.h.
 #pragma once
 
 #include <optional>
@@ -54,7 +54,8 @@ struct ConvDtypes {
   ScalarType products, x, y;
 };
 
-struct UnitInputs {
+// The tensors that a unit convolves.
+struct Inputs {
   Tensor x;
   Norm norm;
   Tensor conv_weight;
@@ -78,7 +79,7 @@ struct Output {
 };
 
 // Results of a unit's backward; those that are not wanted are empty tensors.
-struct UnitGradients {
+struct Gradients {
   Wanted wanted;
   Tensor conv_weight, sums;
   Accumulators accumulated;     // see AffineStep

@@ -77,8 +77,8 @@ struct WeightGradient {
 
 }  // namespace
 
-void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
-                                  const Epilogue& epilogue, const Output& output) {
+void launch_norm_act_conv_forward(const Unit& unit, const Inputs& inputs, const Epilogue& epilogue,
+                                  const Output& output) {
   const ConvSizes& conv = unit.conv;
   const Statistics& of_y = output.statistics;
   for_single_dtype(unit.dtypes.products, [&](auto value) {
@@ -112,8 +112,8 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
   });
 }
 
-void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
-                                   const UnitGradients& gradients) {
+void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const Inputs& inputs,
+                                   const Gradients& gradients) {
   const ConvSizes& conv = unit.conv;
   const Wanted& wanted = gradients.wanted;
   const std::optional<AffineStep>& step = dy.step;

@@ -176,7 +176,7 @@ void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
 
 template <class T>
 void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
-                         const UnitGradients& gradients) {
+                         const Gradients& gradients) {
   using A = Accumulate<T>;
   const ConvSizes& conv = op.conv;
   const Wanted& wanted = gradients.wanted;
@@ -242,7 +242,7 @@ void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
 
 #define PK_INSTANTIATE(T)                                                                       \
   template void stationary_forward<T>(const ConvForward<T>&, const Tensor&, const Statistics&); \
-  template void stationary_backward<T>(const ConvBackward<T>&, const Tensor&, const UnitGradients&);
+  template void stationary_backward<T>(const ConvBackward<T>&, const Tensor&, const Gradients&);
 PK_INSTANTIATE(float)
 PK_INSTANTIATE(BFloat16)
 PK_INSTANTIATE(Float16)

@@ -29,6 +29,6 @@ void stationary_forward(const ConvForward<T>& op, const Tensor& conv_weight,
 // Like launch_norm_act_conv_backward, without packed weights.
 template <class T>
 void stationary_backward(const ConvBackward<T>& op, const Tensor& conv_weight,
-                         const UnitGradients& gradients);
+                         const Gradients& gradients);
 
 }  // namespace preact_kernels

@@ -138,8 +138,8 @@ bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream) {
   return fits({dtype, stream, dtype}) && fits({dtype, dtype, stream});
 }
 
-void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
-                                  const Epilogue& epilogue, const Output& output) {
+void launch_norm_act_conv_forward(const Unit& unit, const Inputs& inputs, const Epilogue& epilogue,
+                                  const Output& output) {
   PK_CHECK(!epilogue.conv_bias.has_value(), "conv_bias: expected none on the cuda backend");
   check_norm_is_served(inputs.norm);
   const ConvSizes& conv = unit.conv;
@@ -163,8 +163,8 @@ void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
   workspace.has_launched = true;
 }
 
-void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given,
-                                   const UnitInputs& inputs, const UnitGradients& gradients) {
+void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given, const Inputs& inputs,
+                                   const Gradients& gradients) {
   const Wanted& wanted = gradients.wanted;
   const ConvSizes& conv = unit.conv;
   const Norm& norm = inputs.norm;

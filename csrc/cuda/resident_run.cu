@@ -210,7 +210,7 @@ std::vector<Tensor> resident_run_backward(PK_GRADIENT_PARAMETERS, PK_RUN_PARAMET
   const std::vector<Wanted> wanted(run.units(), {true, true, false});
   RunGradients results(g, of.units, conv_weights, wanted, transposed);
   std::vector<Tensor> found(4);
-  for (const UnitGradients& unit : results.of_units) found.push_back(unit.conv_weight);
+  for (const Gradients& unit : results.of_units) found.push_back(unit.conv_weight);
   for (const Tensor& of_norm : results.of_norms()) found.push_back(of_norm);
 
   const OnDeviceOf on(g);

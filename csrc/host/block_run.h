@@ -171,7 +171,7 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
   const std::vector<Wanted> wanted(run.units(), {true, true, false});
   RunGradients results(dy, units, weights, wanted);
   std::vector<Tensor> found(4);
-  for (const UnitGradients& unit : results.of_units) found.push_back(unit.conv_weight);
+  for (const Gradients& unit : results.of_units) found.push_back(unit.conv_weight);
   for (const Tensor& gradient_of_norm : results.of_norms()) found.push_back(gradient_of_norm);
   const Statistics no_statistics = new_statistics(dy, false, 0);
   Tensor block_dy = dy, x = given.y.value_or(inputs[0]);
@@ -188,7 +188,7 @@ inline std::vector<Tensor> run_backward(Gradient gradient, const BlockRun& run,
     const Tensor h = starts_block && is_rebuilt ? x : inputs[--left];
     if (starts_block) x = h;
     units[i].is_x_rebuilt = starts_block && is_rebuilt;
-    UnitGradients& unit = results.of_units[i];
+    Gradients& unit = results.of_units[i];
     unit.wanted.dy = ends_block && gradient.step.has_value();
     unit_backward(units[i], gradient, {h, norm, weights[i]}, unit, kRunNames);
     if (ends_block) block_dy = unit.wanted.dy ? *unit.dy : gradient.g;

@@ -6,7 +6,8 @@
 
 namespace preact_kernels {
 
-// The arguments of a unit's launch, except tensors.
+// `Unit` of kernels/contract.py (norm, activation and convolution), as a launch needs it: its sizes
+// and dtypes, and where the workspace keeps its packed weight. The activation is part of `Norm`.
 struct Unit {
   ConvSizes conv;
   ConvDtypes dtypes;
@@ -40,12 +41,12 @@ void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient
                                 const Tensor& dx);
 
 // y = conv(act(p)) [+ conv_bias] [+ residual], and the statistics of y if they are wanted.
-void launch_norm_act_conv_forward(const Unit& unit, const UnitInputs& inputs,
-                                  const Epilogue& epilogue, const Output& output);
+void launch_norm_act_conv_forward(const Unit& unit, const Inputs& inputs, const Epilogue& epilogue,
+                                  const Output& output);
 
 // g = dgrad(dy) * act'(p) with its sums, the gradient of the weight, and the whole dy, each if
 // wanted.
-void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
-                                   const UnitGradients& gradients);
+void launch_norm_act_conv_backward(const Unit& unit, const Gradient& dy, const Inputs& inputs,
+                                   const Gradients& gradients);
 
 }  // namespace preact_kernels

@@ -6,14 +6,14 @@
 
 namespace preact_kernels {
 
-inline void check_inputs(const Unit& unit, const UnitInputs& inputs, const UnitNames& names) {
+inline void check_inputs(const Unit& unit, const Inputs& inputs, const UnitNames& names) {
   check_sizes(names.x, inputs.x, unit.conv.input(), inputs.x);
   PK_CHECK(inputs.x.scalar_type() == unit.dtypes.x, names.x,
            ": expected the dtype of the convolutions, or that of g for first units");
   check_norm(inputs.norm, unit.conv.input(), inputs.x, names.norm);
 }
 
-inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epilogue& epilogue,
+inline Tensor unit_forward(const Unit& unit, const Inputs& inputs, const Epilogue& epilogue,
                            const Statistics& statistics, const UnitNames& names = kUnitNames) {
   const auto& [conv_bias, residual] = epilogue;
   check_inputs(unit, inputs, names);
@@ -32,8 +32,8 @@ inline Tensor unit_forward(const Unit& unit, const UnitInputs& inputs, const Epi
 
 // Fills `gradients`, in which parameter gradients are allocated; allocates g and dy. g is in the
 // dtype of products.
-inline void unit_backward(const Unit& unit, const Gradient& dy, const UnitInputs& inputs,
-                          UnitGradients& gradients, const UnitNames& names = kUnitNames) {
+inline void unit_backward(const Unit& unit, const Gradient& dy, const Inputs& inputs,
+                          Gradients& gradients, const UnitNames& names = kUnitNames) {
   const Wanted& wanted = gradients.wanted;
   const Tensor& x = inputs.x;
   const ImageSizes y_size = unit.conv.output();
@@ -80,7 +80,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> norm_act_conv_backward(
   const Gradient dy = gradient_of(PK_GRADIENT_ARGUMENTS);
   auto units = one_unit(x, conv_weight, stride, {dtype, check_dtype("x", x), dtype_of(dy)});
   RunGradients results(x, units, {conv_weight}, {{wants_input, wants_weight, wants_dy}});
-  UnitGradients& found = results.of_units[0];
+  Gradients& found = results.of_units[0];
   const Norm norm = norm_of(PK_NORM_ARGUMENTS);
   const bool has_rows = wants_input && norm.has_rows();
   found.sums = has_rows ? empty_sums(x, units[0].conv.input(), true) : results.sums_of_unit(0);

@@ -66,9 +66,9 @@ struct RunStatistics {
 
 struct RunGradients {
   std::shared_ptr<Workspace> workspace;
-  Tensor sums;                          // sums of all units
-  std::vector<int64_t> channels;        // channels of each unit's x; 0 if its sums are not wanted
-  std::vector<UnitGradients> of_units;  // their sums are parts of `sums`, [2 * C]
+  Tensor sums;                      // sums of all units
+  std::vector<int64_t> channels;    // channels of each unit's x; 0 if its sums are not wanted
+  std::vector<Gradients> of_units;  // their sums are parts of `sums`, [2 * C]
 
   // wanted[i] applies to units[i]; further units have no gradients. The workspace packs `operands`.
   RunGradients(const Tensor& like, std::vector<Unit>& units,
@@ -87,8 +87,8 @@ struct RunGradients {
     const Accumulators all = sums_of(*workspace);
     int64_t first = 0;
     for (size_t i = 0; i < wanted.size(); ++i) {
-      UnitGradients unit{wanted[i], wanted[i].weight ? new_like(conv_weights[i]) : absent(like),
-                         parts[i]};
+      Gradients unit{wanted[i], wanted[i].weight ? new_like(conv_weights[i]) : absent(like),
+                     parts[i]};
       if (all.words != nullptr) unit.accumulated = {all.words + first, channels[i], all.stride};
       of_units.push_back(unit);
       first += counts[i];
