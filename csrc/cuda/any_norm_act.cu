@@ -22,11 +22,11 @@ struct AnyNormActParams {
   T* y;
 };
 
-constexpr int kAnyForwardBlocks = 3;  // per multiprocessor
+constexpr int kAnyForwardThreadBlocks = 3;  // per multiprocessor
 
 // y = act(p), with p rounded to T.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, kAnyForwardBlocks)
+__global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
     any_norm_act_forward_kernel(AnyNormActParams<T> p) {
   constexpr int kSteps = kAnySteps;
   const ThreadRows<kWidth, kSteps> thread(p.images.rows);
@@ -65,11 +65,11 @@ struct AnyNormActMaskParams {
   int64_t second;  // offset of sum(g * xhat) from sum(g)
 };
 
-constexpr int kAnyMaskSteps = 3, kAnyMaskBlocks = 2;  // limited by registers
+constexpr int kAnyMaskSteps = 3, kAnyMaskThreadBlocks = 2;  // limited by registers
 
 // g = dy * act'(p), rounded to T, and its sums.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, kAnyMaskBlocks)
+__global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
     any_norm_act_backward_mask_kernel(AnyNormActMaskParams<T> p) {
   constexpr int kSteps = kAnyMaskSteps;
   const ThreadRows<kWidth, kSteps> thread(p.images.rows);
@@ -145,11 +145,11 @@ struct AnyInputGradientParams {
   T* dx;
 };
 
-constexpr int kAnyInputGradientBlocks = 2;
+constexpr int kAnyInputGradientThreadBlocks = 2;
 
 // dx = [skip +] A*g + B*(x - mean) + C; if activated, g is first multiplied by act'(p).
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, kAnyInputGradientBlocks)
+__global__ void __launch_bounds__(kThreads, kAnyInputGradientThreadBlocks)
     any_norm_input_gradient_kernel(AnyInputGradientParams<T> p) {
   constexpr int kSteps = kAnySteps;
   const ThreadRows<kWidth, kSteps> thread(p.images.rows);
@@ -226,8 +226,8 @@ ImageNorm image_norm(const Norm& norm) {
 
 }  // namespace
 
-// In each launch a block owns some channels of one image, in a grid-stride loop over its tiles of
-// pixels.
+// In each launch a thread block owns some channels of one image, in a grid-stride loop over its
+// tiles of pixels.
 
 void launch_any_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                                  const Tensor& y) {
@@ -239,12 +239,12 @@ void launch_any_norm_act_forward(const ImageSizes& size, const Tensor& x, const 
     const bool vectors = fills_vectors<T, kAnyWidth>(size.channels, params.x, params.y);
     const int width = vectors ? kAnyWidth : 1;
     const ImageGrid grid =
-        grid_for_images(size, norm.has_rows(), width, kAnySteps, 32, kAnyForwardBlocks);
+        grid_for_images(size, norm.has_rows(), width, kAnySteps, 32, kAnyForwardThreadBlocks);
     const auto kernel =
         vectors ? any_norm_act_forward_kernel<T, kAnyWidth> : any_norm_act_forward_kernel<T, 1>;
-    grid.for_each_launch([&](const ImageRows& images, dim3 blocks) {
+    grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
       params.images = images;
-      launch("norm_act_forward", kernel, blocks, kThreads, 0, on.stream, params);
+      launch("norm_act_forward", kernel, thread_blocks, kThreads, 0, on.stream, params);
     });
   });
 }
@@ -267,16 +267,16 @@ void launch_any_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy,
     const bool vectors = fills_vectors<T, kAnyWidth>(size.channels, params.dy, params.x, params.g);
     const int width = vectors ? kAnyWidth : 1;
     const ImageGrid grid =
-        grid_for_image_sums(size, has_rows, width, kAnyMaskSteps, 8, kAnyMaskBlocks);
-    const OwnedGridSums memory(x, grid.images, 2 * grid.blocks.x, grid.blocks.y, size.channels,
-                               on.stream);
+        grid_for_image_sums(size, has_rows, width, kAnyMaskSteps, 8, kAnyMaskThreadBlocks);
+    const OwnedGridSums memory(x, grid.images, 2 * grid.thread_blocks.x, grid.thread_blocks.y,
+                               size.channels, on.stream);
     params.memory = memory.sums;
     const auto kernel = vectors ? any_norm_act_backward_mask_kernel<T, kAnyWidth>
                                 : any_norm_act_backward_mask_kernel<T, 1>;
-    grid.for_each_launch([&](const ImageRows& images, dim3 blocks) {
+    grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
       params.images = images;
-      launch("norm_act_backward_mask", kernel, blocks, kThreads, kBlockSumBytes * 2 * width,
-             on.stream, params);
+      launch("norm_act_backward_mask", kernel, thread_blocks, kThreads,
+             kThreadBlockSumBytes * 2 * width, on.stream, params);
     });
   });
 }
@@ -304,12 +304,12 @@ void launch_any_norm_input_gradient(const ImageSizes& size, const Gradient& grad
         fills_vectors<T, kAnyWidth>(size.channels, params.g, params.x, params.skip, params.dx);
     const int width = vectors ? kAnyWidth : 1;
     const ImageGrid grid =
-        grid_for_images(size, has_rows, width, kAnySteps, 32, kAnyInputGradientBlocks);
+        grid_for_images(size, has_rows, width, kAnySteps, 32, kAnyInputGradientThreadBlocks);
     const auto kernel = vectors ? any_norm_input_gradient_kernel<T, kAnyWidth>
                                 : any_norm_input_gradient_kernel<T, 1>;
-    grid.for_each_launch([&](const ImageRows& images, dim3 blocks) {
+    grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
       params.images = images;
-      launch("norm_input_gradient", kernel, blocks, kThreads, 0, on.stream, params);
+      launch("norm_input_gradient", kernel, thread_blocks, kThreads, 0, on.stream, params);
     });
   });
 }

@@ -1,4 +1,4 @@
-// Launch limits of the backward: shared memory and blocks per multiprocessor.
+// Launch limits of the backward: shared memory and thread blocks per multiprocessor.
 #pragma once
 
 #include "conv_params.cuh"
@@ -6,7 +6,7 @@
 
 namespace preact_kernels::cuda {
 
-// The layout of a block's shared memory.
+// The layout of a thread block's shared memory.
 template <class Types, int C>
 struct BackwardShared {
   using T = typename Types::T;
@@ -27,12 +27,12 @@ struct BackwardShared {
   int dy_parts;  // parts of a vector in dy_ahead
 
   // `tensors` counts the tensors that dy is computed from: g, and the step's x and skip.
-  __host__ __device__ BackwardShared(int block_pixels, int in_channels, int out_channels,
+  __host__ __device__ BackwardShared(int tile_pixels, int in_channels, int out_channels,
                                      int tensors, bool of_input, bool of_weight) {
     const int in_row = in_channels * int(sizeof(T)) + 16;
     const int out_row = out_channels * int(sizeof(T)) + 16;
-    const int pixels = Tile<C>::pixels(block_pixels);
-    const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
+    const int pixels = Tile<C>::pixels(tile_pixels);
+    const int halo_pixels = Tile<C>::halo_pixels(tile_pixels);
     weights = 0;
     dy = weights + (of_input ? Tile<C>::kTaps * out_channels * in_row : 0);
     activated = dy + halo_pixels * out_row;
@@ -56,35 +56,38 @@ struct BackwardShared {
   }
 };
 
-// Bytes per multiprocessor that fit two blocks of a 3x3 convolution of 16 or 32 channels in half
-// precision. 9.0 and 10.0 have them; 8.0 has 164 KB, 8.6 and 12.0 have 100 KB.
+// Bytes per multiprocessor that fit two thread blocks of a 3x3 convolution of 16 or 32 channels in
+// half precision. 9.0 and 10.0 have them; 8.0 has 164 KB, 8.6 and 12.0 have 100 KB.
 constexpr int kLargeSharedBytes = 228 * 1024;
 
-// Blocks per multiprocessor, which limits the registers. 64 channels leave shared memory for one.
+// Thread blocks per multiprocessor, which limits the registers. 64 channels leave shared memory for
+// one.
 template <class Types, int C, int GROUPS>
-constexpr int backward_blocks(bool has_large_shared_memory) {
+constexpr int backward_thread_blocks(bool has_large_shared_memory) {
   if (C == 0) return GROUPS <= 2 ? 2 : 1;
   if (C == 64) return 1;
   const bool is_small = sizeof(typename Types::T) == 2 && !Types::kHasStream;
   return GROUPS == 0 || (is_small && has_large_shared_memory) ? 2 : 1;
 }
 
-// Blocks per multiprocessor of the GPU that is compiled for; the host asks its GPU.
+// Thread blocks per multiprocessor of the GPU that is compiled for; the host asks its GPU.
 #if defined(__CUDA_ARCH__)
 constexpr bool kHasLargeSharedMemory = __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200;
 #else
 constexpr bool kHasLargeSharedMemory = true;
 #endif
 template <class Types, int C, int GROUPS>
-constexpr int kBackwardBlocks = backward_blocks<Types, C, GROUPS>(kHasLargeSharedMemory);
+constexpr int kBackwardThreadBlocks =
+    backward_thread_blocks<Types, C, GROUPS>(kHasLargeSharedMemory);
 
-// Blocks per multiprocessor for the weight gradient alone. Sums of eight groups fit two blocks if
-// the channels are constant.
+// Thread blocks per multiprocessor for the weight gradient alone. Sums of eight groups fit two
+// thread blocks if the channels are constant.
 template <class Types, int C, int GROUPS, int IN>
-constexpr int kWeightGradientBlocks = C == 0 && IN != 0 ? 2 : kBackwardBlocks<Types, C, GROUPS>;
+constexpr int kWeightGradientThreadBlocks =
+    C == 0 && IN != 0 ? 2 : kBackwardThreadBlocks<Types, C, GROUPS>;
 
 // The most vectors of a thread in a tile. Fewer for a 1x1 convolution with a float32 stream, whose
-// vectors have two parts: two blocks fit.
+// vectors have two parts: two thread blocks fit.
 template <class Types, int C, int GROUPS>
 constexpr int kBackwardVectors =
     C == 0 && Types::kHasStream && GROUPS == 2 ? 3 : kTileVectors<typename Types::T, C>;

@@ -32,8 +32,8 @@ __device__ inline float reciprocal_std(float var, float eps) { return 1.0f / sqr
 // 0 where p <= 0. NaN stays NaN, as in PyTorch.
 __device__ inline float relu(float p) { return p <= 0 ? 0.0f : p; }
 
-// Tag of constructors that read coefficients from shared memory, where each thread of the block has
-// stored those of its NormChannel.
+// Tag of constructors that read coefficients from shared memory, where each thread of the thread
+// block has stored those of its NormChannel.
 struct FromShared {};
 
 // Channel threadIdx.x of a norm, and its two sums, in registers: a thread does not wait for these

@@ -14,7 +14,8 @@ struct BnStatsParams {
 };
 
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, kStatisticsBlocks) bn_stats_kernel(BnStatsParams<T> p) {
+__global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
+    bn_stats_kernel(BnStatsParams<T> p) {
   const ThreadRows<kWidth, kStatisticsSteps> thread(p.rows);
   GridStatistics<kWidth> statistics(thread, [&](float (&to)[kWidth], int64_t at) {
     Vector<T, kWidth> x;
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks) bn_stats_kernel(B
 
 using namespace cuda;
 
-// A block owns some channels, in a grid-stride loop over tiles of pixels.
+// A thread block owns some channels, in a grid-stride loop over tiles of pixels.
 void launch_bn_stats(const ImageSizes& size, const Tensor& x, const Statistics& of_x) {
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
@@ -42,13 +43,14 @@ void launch_bn_stats(const ImageSizes& size, const Tensor& x, const Statistics& 
     const T* from = data<T>(x);
     const bool vectors = fills_vectors<T>(size.channels, from);
     const Grid grid = grid_of_statistics(size, vectors ? kWidth : 1);
-    const OwnedGridSums memory(x, grid.blocks, size.channels, on.stream);
+    const OwnedGridSums memory(x, grid.thread_blocks, size.channels, on.stream);
     const BnStatsParams<T> params{
         grid.rows,
         from,
         {memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)}};
-    launch("bn_stats", vectors ? bn_stats_kernel<T, kWidth> : bn_stats_kernel<T, 1>, grid.blocks,
-           kThreads, kBlockSumBytes * 2 * (vectors ? kWidth : 1), on.stream, params);
+    launch("bn_stats", vectors ? bn_stats_kernel<T, kWidth> : bn_stats_kernel<T, 1>,
+           grid.thread_blocks, kThreads, kThreadBlockSumBytes * 2 * (vectors ? kWidth : 1),
+           on.stream, params);
   });
 }
 

@@ -1,5 +1,5 @@
-// Per-channel sums over the pixels of a convolution's output, which blocks add to exact sums: for
-// mean and variance, and for the gradients of a batch norm.
+// Per-channel sums over the pixels of a convolution's output, which thread blocks add to exact
+// sums: for mean and variance, and for the gradients of a batch norm.
 #pragma once
 
 #include "conv_params.cuh"
@@ -55,7 +55,7 @@ struct ThreadStatistics {
 template <int kWidth>
 constexpr int kStatisticsBytes = 2 * 8 * kThreads + (3 * kWidth + 1) * 4 * kThreads;
 
-// Adds the values of a block to `sums`. Every thread must call this. Overwrites `shared`.
+// Adds the values of a thread block to `sums`. Every thread must call this. Overwrites `shared`.
 template <int kWidth>
 __device__ void add_statistics(const ThreadStatistics<kWidth>& own, const ThreadColumn& column,
                                int channels, const Accumulators& sums, unsigned char* shared) {
@@ -95,7 +95,7 @@ __device__ void add_statistics(const ThreadStatistics<kWidth>& own, const Thread
   }
 }
 
-// Adds the two sums of a block's threads to `sums`. `shared` has room for all of them.
+// Adds the two sums of a thread block's threads to `sums`. `shared` has room for all of them.
 template <int kWidth>
 __device__ void add_sums(const ThreadColumn& column, int channels, float (&first)[kWidth],
                          float (&second)[kWidth], const Accumulators& sums, float* shared) {

@@ -1,5 +1,5 @@
-// Launch configuration of the convolutions of narrow channels: kernels, tiles, blocks, shared
-// memory.
+// Launch configuration of the convolutions of narrow channels: kernels, tiles, thread blocks,
+// shared memory.
 #pragma once
 
 #include "../args.h"
@@ -17,7 +17,7 @@ constexpr int kMostChannels3x3 = sizeof(T) == 4 ? 32 : 64;
 
 struct ForwardPlan {
   TileGrid grid;
-  int blocks, shared_bytes;
+  int thread_blocks, shared_bytes;
   void (*kernel)(NormActConvForward);
 };
 
@@ -28,7 +28,7 @@ struct BackwardTask {
 
 struct BackwardPlan {
   TileGrid grid;
-  int blocks, shared_bytes;
+  int thread_blocks, shared_bytes;
   // One of the two is set, depending on the task.
   void (*kernel)(NormActConvBackward) = nullptr;
   void (*weight_gradients_kernel)(WeightGradients) = nullptr;

@@ -22,8 +22,8 @@ constexpr int kStep = 32 / sizeof(T);
 template <class T>
 using FullVector = Vector<T, kFullWidth<T>>;
 
-// The dtypes of a convolution: of products and of what stays within a block, of x, and of y or its
-// gradient. One of x and y may be a float32 stream mixed with half precision.
+// The dtypes of a convolution: of products and of what stays within a thread block, of x, and of y
+// or its gradient. One of x and y may be a float32 stream mixed with half precision.
 template <class Operand, class Input, class Output>
 struct ConvTypes {
   using T = Operand;

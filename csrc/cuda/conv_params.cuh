@@ -27,7 +27,7 @@ struct NormActConvBackward {
   void* g;             // dtype of products; null if not wanted
   void* whole_dy;      // null if not wanted
   Accumulators sums;   // sum(g), sum(g * xhat)
-  float* partials;     // [blocks][taps][K][C]: weight gradients of blocks
+  float* partials;     // [thread blocks][taps][K][C]: weight gradients of thread blocks
   int in_channels, out_channels;
   int tensors;  // see BackwardShared
   TileGrid grid;

@@ -71,15 +71,15 @@ auto for_groups(const ConvSizes& conv, const Body& body) {
   }
 }
 
-// `block_pixels` is for 1x1 convolutions.
+// `tile_pixels` is for 1x1 convolutions.
 template <int C>
-TileGrid tile_grid(const ConvSizes& conv, int block_pixels) {
+TileGrid tile_grid(const ConvSizes& conv, int tile_pixels) {
   TileGrid grid{};
   if constexpr (C == 0) {
-    grid.block_pixels = block_pixels;
+    grid.tile_pixels = tile_pixels;
     grid.height = 1;
     grid.width = int(conv.pixels());
-    grid.tiles = int((int64_t(grid.width) + grid.block_pixels - 1) / grid.block_pixels);
+    grid.tiles = int((int64_t(grid.width) + grid.tile_pixels - 1) / grid.tile_pixels);
   } else {
     grid.height = int(conv.height), grid.width = int(conv.width);
     grid.tiles_down = (grid.height + Tile<C>::kHeight - 1) / Tile<C>::kHeight;
@@ -87,14 +87,15 @@ TileGrid tile_grid(const ConvSizes& conv, int block_pixels) {
     grid.tiles = int(conv.images * grid.tiles_down * grid.tiles_across);
     grid.tiles_of_image = Divisor(std::max(grid.tiles_down * grid.tiles_across, 1));
     grid.tiles_of_row = Divisor(std::max(grid.tiles_across, 1));
-    grid.block_pixels = Tile<C>::kPixels;
+    grid.tile_pixels = Tile<C>::kPixels;
   }
   return grid;
 }
 
-// The number of persistent blocks: at most `most` per multiprocessor, as its shared memory allows.
-inline int persistent_blocks(int tiles, int shared_bytes, int most) {
-  constexpr int kReserved = 1024;  // bytes of each block that the system reserves
+// The number of persistent thread blocks: at most `most` per multiprocessor, as its shared memory
+// allows.
+inline int persistent_thread_blocks(int tiles, int shared_bytes, int most) {
+  constexpr int kReserved = 1024;  // bytes of each thread block that the system reserves
   const int fit = multiprocessor_shared_bytes() / (shared_bytes + kReserved);
   return std::min(tiles, multiprocessors() * std::clamp(fit, 1, most));
 }
@@ -108,7 +109,8 @@ ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv) {
     const int pixels = pixels_of_tile<T>(in_channels, out_channels, kTileVectors<T, 0>);
     ForwardPlan plan{tile_grid<C>(conv, pixels)};
     plan.shared_bytes = ForwardShared<Types, C>(pixels, in_channels, out_channels).bytes;
-    plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes, kForwardBlocks<C>);
+    plan.thread_blocks =
+        persistent_thread_blocks(plan.grid.tiles, plan.shared_bytes, kForwardThreadBlocks<C>);
     plan.kernel = for_channels<Types, C>(conv, [](auto in, auto out) {
       return norm_act_conv_forward_kernel<Types, C, in(), out()>;
     });
@@ -116,10 +118,11 @@ ForwardPlan plan_norm_act_conv_forward(const ConvSizes& conv) {
   });
 }
 
-// For a kernel that computes only the weight gradient: pixels per block (more blocks write more
-// partial gradients), and the least number of blocks, if there are tiles for them. A launch for 12
-// weights of the last stage of a ResNet for CIFAR, at batch 128, fills 132 multiprocessors once.
-constexpr int kPixelsOfWeightGradient = 768, kLeastBlocksOfWeightGradient = 8;
+// For a kernel that computes only the weight gradient: pixels per thread block (more thread blocks
+// write more partial gradients), and the least number of thread blocks, if there are tiles for
+// them. A launch for 12 weights of the last stage of a ResNet for CIFAR, at batch 128, fills 132
+// multiprocessors once.
+constexpr int kPixelsOfWeightGradient = 768, kLeastThreadBlocksOfWeightGradient = 8;
 
 template <class Types>
 BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTask& task) {
@@ -132,20 +135,21 @@ BackwardPlan plan_norm_act_conv_backward(const ConvSizes& conv, const BackwardTa
                                                  task.of_input, task.of_weight)
                             .bytes;
     if (!task.of_input) {
-      // Few blocks for each weight: a launch computes the gradients of several.
+      // Few thread blocks for each weight: a launch computes the gradients of several.
       const int tiles = plan.grid.tiles;
-      const int pixels_of_block = kPixelsOfWeightGradient / (C == 0 ? 2 : 1);
-      const int tiles_of_block = std::max(pixels_of_block / plan.grid.block_pixels, 1);
-      const int few = (tiles + tiles_of_block - 1) / tiles_of_block;
-      plan.blocks = std::clamp(few, std::min(tiles, kLeastBlocksOfWeightGradient),
-                               std::max(multiprocessors(), kLeastBlocksOfWeightGradient));
+      const int thread_block_pixels = kPixelsOfWeightGradient / (C == 0 ? 2 : 1);
+      const int thread_block_tiles = std::max(thread_block_pixels / plan.grid.tile_pixels, 1);
+      const int few = (tiles + thread_block_tiles - 1) / thread_block_tiles;
+      plan.thread_blocks =
+          std::clamp(few, std::min(tiles, kLeastThreadBlocksOfWeightGradient),
+                     std::max(multiprocessors(), kLeastThreadBlocksOfWeightGradient));
     } else {
       const bool is_large = multiprocessor_shared_bytes() >= kLargeSharedBytes;
       const int most = for_groups<C>(conv, [&](auto groups) {
-        return task.of_weight ? backward_blocks<Types, C, groups()>(is_large)
-                              : backward_blocks<Types, C, 0>(is_large);
+        return task.of_weight ? backward_thread_blocks<Types, C, groups()>(is_large)
+                              : backward_thread_blocks<Types, C, 0>(is_large);
       });
-      plan.blocks = persistent_blocks(plan.grid.tiles, plan.shared_bytes, most);
+      plan.thread_blocks = persistent_thread_blocks(plan.grid.tiles, plan.shared_bytes, most);
     }
     for_channels<Types, C>(conv, [&](auto in, auto out) {
       if (task.of_input && !task.of_weight) {

@@ -20,7 +20,7 @@ struct TileGrid {
   int height, width;
   int tiles_down, tiles_across;  // tiles of one image
   int tiles;
-  int block_pixels;  // pixels in a tile without its halo; a multiple of 16
+  int tile_pixels;  // pixels in a tile without its halo; a multiple of 16
   Divisor tiles_of_image, tiles_of_row;
 };
 
@@ -82,10 +82,10 @@ struct Tile<0> {
   int first, end;
 
   __device__ Tile(const TileGrid& grid, int index)
-      : first(index * grid.block_pixels), end(grid.width) {}
+      : first(index * grid.tile_pixels), end(grid.width) {}
 
-  static __host__ __device__ int pixels(int block_pixels) { return block_pixels; }
-  static __host__ __device__ int halo_pixels(int block_pixels) { return block_pixels; }
+  static __host__ __device__ int pixels(int tile_pixels) { return tile_pixels; }
+  static __host__ __device__ int halo_pixels(int tile_pixels) { return tile_pixels; }
 
   __device__ int pixel(int i) const { return first + i < end ? first + i : -1; }
   __device__ int halo_pixel(int i) const { return pixel(i); }
@@ -212,7 +212,7 @@ __device__ void load_weights(const T* packed, T* shared, int out_channels, int c
 // sums[p][n] = the sum over taps and k < depth of tile[p at that tap][k] * weights[tap][n][k], or,
 // for the input gradient, of tile[p at the opposite tap][k] * weights[tap][k][n].
 template <class T, int C, bool IS_GRADIENT, class Sum>
-__device__ void multiply_weights(const T* tile, const T* weights, int block_pixels, int depth,
+__device__ void multiply_weights(const T* tile, const T* weights, int tile_pixels, int depth,
                                  int columns, Sum* sums, int sums_pitch) {
   constexpr int kSide = Tile<C>::kTaps == 1 ? 1 : 3;
   constexpr int kColumns = C == 16 ? 16 : 32;  // the most that a warp computes at a time
@@ -220,12 +220,12 @@ __device__ void multiply_weights(const T* tile, const T* weights, int block_pixe
   const int pitch = depth + kFullWidth<T>;
   const int weight_pitch = (IS_GRADIENT ? columns : depth) + kFullWidth<T>;
   const int weight_rows = IS_GRADIENT ? depth : columns;
-  const int row_blocks = block_pixels / 16;
+  const int row_tiles = tile_pixels / 16;
   // Fewer columns if there are fewer tasks than warps.
-  const int step = row_blocks * ((columns + kColumns - 1) / kColumns) < kWarps ? 16 : kColumns;
-  const int tasks = row_blocks * ((columns + step - 1) / step);
+  const int step = row_tiles * ((columns + kColumns - 1) / kColumns) < kWarps ? 16 : kColumns;
+  const int tasks = row_tiles * ((columns + step - 1) / step);
   for (int task = warp; task < tasks; task += kWarps) {
-    const int first = task % row_blocks * 16, n = task / row_blocks * step;
+    const int first = task % row_tiles * 16, n = task / row_tiles * step;
     const bool is_full = step == kColumns && (C != 0 || columns - n > 16);
     float d[kColumns / 8][4] = {};
 #pragma unroll 1

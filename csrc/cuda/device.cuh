@@ -90,7 +90,7 @@ __device__ inline uint32_t mask_of_nonzero<Half>(uint32_t pair) {
   return __hneu2_mask(*reinterpret_cast<const __half2*>(&pair), __half2{});
 }
 
-// The shared memory that the block was launched with.
+// The shared memory that the thread block was launched with.
 __device__ inline unsigned char* dynamic_shared() {
   extern __shared__ __align__(128) unsigned char preact_kernels_shared[];
   return preact_kernels_shared;
@@ -156,9 +156,9 @@ __device__ inline void add_relaxed(uint64_t* to, uint64_t added) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(added) : "memory");
 }
 
-// A counter in global memory on which the blocks of a cooperative launch wait. A thread that loads
-// it sees what the blocks wrote before they added to it, and so do the threads that meet this
-// thread at a barrier of their block.
+// A counter in global memory on which the thread blocks of a cooperative launch wait. A thread that
+// loads it sees what the thread blocks wrote before they added to it, and so do the threads that
+// meet this thread at a barrier of their thread block.
 __device__ inline void add_release(unsigned* to, unsigned added) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(added) : "memory");
 }
@@ -219,15 +219,15 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-// Bytes of shared memory of a multiprocessor, and the most that one block may use.
+// Bytes of shared memory of a multiprocessor, and the most that one thread block may use.
 inline int multiprocessor_shared_bytes() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
 }
 inline int most_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// Lets a kernel use all shared memory of a block, before its first launch on a device. Returns
-// whether it may be launched as dependent: whether its code, perhaps PTX for an older GPU, has the
-// instruction of `wait_for_predecessors`.
+// Lets a kernel use all shared memory of a thread block, before its first launch on a device.
+// Returns whether it may be launched as dependent: whether its code, perhaps PTX for an older GPU,
+// has the instruction of `wait_for_predecessors`.
 inline bool prepare_kernel(const char* name, const void* kernel) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, bool> prepared;  // kernels and devices
@@ -250,12 +250,12 @@ inline bool prepare_kernel(const char* name, const void* kernel) {
 enum class LaunchKind {
   kPlain,
   kDependent,    // may start while the launch ahead runs; calls `wait_for_predecessors`
-  kCooperative,  // all blocks are resident: they may wait for each other
+  kCooperative,  // all thread blocks are resident: they may wait for each other
 };
 
-// Launches kernel(params) on a grid of `blocks` blocks. Throws if the launch fails.
+// Launches kernel(params) on a grid of `thread_blocks`. Throws if the launch fails.
 template <class Params>
-void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
+void launch(const char* name, void (*kernel)(Params), dim3 thread_blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t stream, const Params& params,
             LaunchKind kind = LaunchKind::kPlain) {
   const void* function = reinterpret_cast<const void*>(kernel);
@@ -269,7 +269,7 @@ void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   cudaLaunchConfig_t config{};
-  config.gridDim = blocks, config.blockDim = threads;
+  config.gridDim = thread_blocks, config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes, config.stream = stream;
   if (kind == LaunchKind::kCooperative || (kind == LaunchKind::kDependent && may_depend)) {
     config.attrs = &attribute, config.numAttrs = 1;
@@ -278,9 +278,9 @@ void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
   check_cuda(name, cudaLaunchKernelExC(&config, function, arguments));
 }
 template <class Params>
-void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
+void launch(const char* name, void (*kernel)(Params), dim3 thread_blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t stream, const Params& params, bool is_dependent) {
-  launch(name, kernel, blocks, threads, shared_bytes, stream, params,
+  launch(name, kernel, thread_blocks, threads, shared_bytes, stream, params,
          is_dependent ? LaunchKind::kDependent : LaunchKind::kPlain);
 }
 // Fills memory with zeros, in the order of the stream.

@@ -1,5 +1,5 @@
-// Sums over the blocks of a grid as exact integers: the order of additions changes no bit, and no
-// block waits for another. The kernel that reads a sum rounds it.
+// Sums over the thread blocks of a grid as exact integers: the order of additions changes no bit,
+// and no thread block waits for another. The kernel that reads a sum rounds it.
 //
 // A sum is six words. Words 0 to 4 count units of 2^-96, 2^-48, ... 2^96: a float64 is split into
 // integers of 48 bits, and each is added to its word with wraparound, which leaves 15 bits for the

@@ -12,15 +12,15 @@
 
 namespace preact_kernels::cuda {
 
-constexpr int kStatisticsSteps = 4;   // pixels of a tile
-constexpr int kStatisticsBlocks = 2;  // per multiprocessor
+constexpr int kStatisticsSteps = 4;         // pixels of a tile
+constexpr int kStatisticsThreadBlocks = 2;  // per multiprocessor
 
-// A block has few channels: the last block adds few partial sums.
+// A thread block has few channels: the last thread block adds few partial sums.
 inline Grid grid_of_statistics(const ImageSizes& size, int width) {
-  return grid_for(size, width, kStatisticsSteps, 8, kStatisticsBlocks);
+  return grid_for(size, width, kStatisticsSteps, 8, kStatisticsThreadBlocks);
 }
 
-// The statistics that a kernel writes, and the memory that its blocks share.
+// The statistics that a kernel writes, and the memory that its thread blocks share.
 struct StatisticsMemory {
   GridSums sums;
   float* mean;  // [channels]; null if statistics are not wanted
@@ -89,7 +89,7 @@ struct GridStatistics {
     }
   }
 
-  // Every thread of the grid must call this. The last block writes mean and variance.
+  // Every thread of the grid must call this. The last thread block writes mean and variance.
   template <int kSteps>
   __device__ void finish(const ThreadRows<kWidth, kSteps>& thread, const StatisticsMemory& memory) {
     if (!sum_over_grid(sums, thread, memory.sums)) return;

@@ -13,7 +13,7 @@ struct GroupStatsParams {
   const T* x;
   int groups, group_channels;
   int lanes;        // threads that merge a group; a power of two
-  GridSums memory;  // [2 * blocks + 2][channels] per image: sums, means, variances
+  GridSums memory;  // [2 * thread blocks + 2][channels] per image: sums, means, variances
   float* mean;      // [images, channels]
   float* var;       // [images, channels]
 };
@@ -24,9 +24,10 @@ template <class T>
 __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means,
                                const double* variances, int64_t image) {
   PixelRows threads{};  // a column for each group, a row for each lane
-  threads.block_pixels = p.lanes, threads.columns = kThreads / p.lanes;
+  threads.thread_block_pixels = p.lanes, threads.columns = kThreads / p.lanes;
   const int column = threadIdx.x % threads.columns, lane = threadIdx.x / threads.columns;
-  const double* sums = reinterpret_cast<const double*>(dynamic_shared());  // left by sum_over_block
+  const double* sums =
+      reinterpret_cast<const double*>(dynamic_shared());  // left by sum_over_thread_block
   const double inv_channels = 1.0 / p.group_channels;
   for (int begin = 0; begin < p.groups; begin += threads.columns) {
     const int group = begin + column, first = group * p.group_channels;
@@ -40,7 +41,7 @@ __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means
         values[1] += __ldcg(variances + c) + d * d;
       }
     }
-    sum_over_block(values, threads);
+    sum_over_thread_block(values, threads);
     if (group >= p.groups) continue;
     const double d = sums[column] * inv_channels;
     const double var = sums[kThreads + column] * inv_channels - d * d;
@@ -53,10 +54,10 @@ __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means
   }
 }
 
-// Statistics of each channel, as in `bn_stats`. The last block of an image merges the channels of
-// groups.
+// Statistics of each channel, as in `bn_stats`. The last thread block of an image merges the
+// channels of groups.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
+__global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
     group_stats_kernel(GroupStatsParams<T> p) {
   const ThreadRows<kWidth, kStatisticsSteps> thread(p.images.rows);
   const T* from = p.x + p.images.begin();
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
       variances[thread.channel + i] = statistics.sums[kWidth + i] * inv_count - d * d;
     }
   }
-  if (!__syncthreads_or(has_sums)) return;  // not the last block of these channels
+  if (!__syncthreads_or(has_sums)) return;  // not the last thread block of these channels
   if (!is_last_of(gridDim.y, memory.counter + gridDim.y)) return;
   merge_channels(p, means, variances, p.images.image());
 }
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
 
 using namespace cuda;
 
-// A block owns some channels of one image, in a grid-stride loop over its tiles of pixels.
+// A thread block owns some channels of one image, in a grid-stride loop over its tiles of pixels.
 void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
                         const Statistics& of_x) {
   const OnDeviceOf on(x);
@@ -104,9 +105,9 @@ void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
     const bool vectors = fills_vectors<T>(size.channels, from);
     const int width = vectors ? kWidth : 1;
     const ImageGrid grid =
-        grid_for_image_sums(size, true, width, kStatisticsSteps, 8, kStatisticsBlocks);
-    const OwnedGridSums memory(x, grid.images, 2 * grid.blocks.x + 2, grid.blocks.y + 1,
-                               size.channels, on.stream);
+        grid_for_image_sums(size, true, width, kStatisticsSteps, 8, kStatisticsThreadBlocks);
+    const OwnedGridSums memory(x, grid.images, 2 * grid.thread_blocks.x + 2,
+                               grid.thread_blocks.y + 1, size.channels, on.stream);
     const int group_channels = static_cast<int>(size.channels / groups);
     int lanes = 1;
     while (lanes < group_channels && lanes < kThreads) lanes *= 2;
@@ -114,10 +115,10 @@ void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
         {},    from,        static_cast<int>(groups),       group_channels,
         lanes, memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)};
     const auto kernel = vectors ? group_stats_kernel<T, kWidth> : group_stats_kernel<T, 1>;
-    grid.for_each_launch([&](const ImageRows& images, dim3 blocks) {
+    grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
       params.images = images;
-      launch("group_stats", kernel, blocks, kThreads, kBlockSumBytes * 2 * width, on.stream,
-             params);
+      launch("group_stats", kernel, thread_blocks, kThreads, kThreadBlockSumBytes * 2 * width,
+             on.stream, params);
     });
   });
 }

@@ -9,7 +9,7 @@
 
 namespace preact_kernels::cuda {
 
-// The images of a launch, blockIdx.z: blocks in x share the pixels of one image.
+// The images of a launch, blockIdx.z: thread blocks in x share the pixels of one image.
 struct ImageRows {
   PixelRows rows;  // of one image
   int64_t first;   // image of the batch
@@ -26,48 +26,50 @@ struct ImageRows {
 struct ImageGrid {
   PixelRows rows;  // of one image
   int64_t images;
-  dim3 blocks;  // blocks of one image
+  dim3 thread_blocks;  // thread blocks of one image
 
-  // Calls body(images, blocks) for each launch, with as many images as a grid may have.
+  // Calls body(images, thread blocks) for each launch, with as many images as a grid may have.
   template <class Body>
   void for_each_launch(const Body& body) const {
     constexpr int64_t kMostImages = 65535;
     for (int64_t first = 0; first < images; first += kMostImages) {
       const auto count = static_cast<unsigned>(std::min(images - first, kMostImages));
-      body(ImageRows{rows, first}, dim3(blocks.x, blocks.y, count));
+      body(ImageRows{rows, first}, dim3(thread_blocks.x, thread_blocks.y, count));
     }
   }
 };
 
 // The grid that an image would have alone (`grid_for`).
 inline ImageGrid whole_images(const ImageSizes& size, bool has_rows, int width, int steps,
-                              int most_columns, int blocks_per_multiprocessor) {
+                              int most_columns, int thread_blocks_per_multiprocessor) {
   const ImageSizes image{has_rows ? 1 : size.images, size.channels, size.height, size.width};
-  const Grid grid = grid_for(image, width, steps, most_columns, blocks_per_multiprocessor);
-  return {grid.rows, has_rows ? size.images : 1, grid.blocks};
+  const Grid grid = grid_for(image, width, steps, most_columns, thread_blocks_per_multiprocessor);
+  return {grid.rows, has_rows ? size.images : 1, grid.thread_blocks};
 }
 
 // A grid for elementwise kernels: the images share the multiprocessors.
 inline ImageGrid grid_for_images(const ImageSizes& size, bool has_rows, int width, int steps,
-                                 int most_columns, int blocks_per_multiprocessor) {
+                                 int most_columns, int thread_blocks_per_multiprocessor) {
   ImageGrid grid =
-      whole_images(size, has_rows, width, steps, most_columns, blocks_per_multiprocessor);
-  const int64_t most = blocks_per_multiprocessor * multiprocessors() / grid.blocks.y;
+      whole_images(size, has_rows, width, steps, most_columns, thread_blocks_per_multiprocessor);
+  const int64_t most = thread_blocks_per_multiprocessor * multiprocessors() / grid.thread_blocks.y;
   const int64_t share = std::max<int64_t>(1, (most + grid.images - 1) / grid.images);
-  grid.blocks.x = static_cast<unsigned>(std::min<int64_t>(grid.blocks.x, share));
+  grid.thread_blocks.x = static_cast<unsigned>(std::min<int64_t>(grid.thread_blocks.x, share));
   return grid;
 }
 
-// A grid for sums. The blocks of an image, and so the order of its sums, do not depend on the other
-// images. A block has a few tiles, so that adding up its threads costs little in comparison.
+// A grid for sums. The thread blocks of an image, and so the order of its sums, do not depend on
+// the other images. A thread block has a few tiles, so that adding up its threads costs little in
+// comparison.
 inline ImageGrid grid_for_image_sums(const ImageSizes& size, bool has_rows, int width, int steps,
-                                     int most_columns, int blocks_per_multiprocessor) {
+                                     int most_columns, int thread_blocks_per_multiprocessor) {
   constexpr int64_t kLeastTiles = 4;
   ImageGrid grid =
-      whole_images(size, has_rows, width, steps, most_columns, blocks_per_multiprocessor);
-  const int64_t pixels = int64_t(grid.rows.block_pixels) * steps * kLeastTiles;
+      whole_images(size, has_rows, width, steps, most_columns, thread_blocks_per_multiprocessor);
+  const int64_t pixels = int64_t(grid.rows.thread_block_pixels) * steps * kLeastTiles;
   const int64_t share = (grid.rows.pixels + pixels - 1) / pixels;
-  if (has_rows) grid.blocks.x = static_cast<unsigned>(std::min<int64_t>(grid.blocks.x, share));
+  if (has_rows)
+    grid.thread_blocks.x = static_cast<unsigned>(std::min<int64_t>(grid.thread_blocks.x, share));
   return grid;
 }
 

@@ -15,11 +15,12 @@ struct NormActParams {
   T* y;
 };
 
-constexpr int kNormActSteps = 4, kNormActBlocks = 3;  // pixels at a time, blocks per multiprocessor
+constexpr int kNormActSteps = 4,
+              kNormActThreadBlocks = 3;  // pixels at a time, thread blocks per multiprocessor
 
 // y = relu(p), with p rounded to T.
 template <class T, int kWidth>
-__global__ void __launch_bounds__(kThreads, kNormActBlocks)
+__global__ void __launch_bounds__(kThreads, kNormActThreadBlocks)
     norm_act_forward_kernel(NormActParams<T> p) {
   constexpr int kSteps = kNormActSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
@@ -50,11 +51,11 @@ struct NormActMaskParams {
   float* sums;  // [2, channels]: sum(g), sum(g * xhat)
 };
 
-constexpr int kMaskSteps = 3, kMaskBlocks = 2;  // limited by registers
+constexpr int kMaskSteps = 3, kMaskThreadBlocks = 2;  // limited by registers
 
 // g = dy * [p > 0], stored if kStore, and its sums.
 template <class T, int kWidth, bool kStore>
-__global__ void __launch_bounds__(kThreads, kMaskBlocks)
+__global__ void __launch_bounds__(kThreads, kMaskThreadBlocks)
     norm_act_backward_mask_kernel(NormActMaskParams<T> p) {
   constexpr int kSteps = kMaskSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
@@ -107,11 +108,11 @@ struct NormInputGradientParams {
   T* dx;
 };
 
-constexpr int kInputGradientSteps = 4, kInputGradientBlocks = 2;
+constexpr int kInputGradientSteps = 4, kInputGradientThreadBlocks = 2;
 
 // dx = [skip +] A*g + B*(x - mean) + C; if kMask, g is first masked by [p > 0].
 template <class T, int kWidth, bool kMask, bool kHasSkip>
-__global__ void __launch_bounds__(kThreads, kInputGradientBlocks)
+__global__ void __launch_bounds__(kThreads, kInputGradientThreadBlocks)
     norm_input_gradient_kernel(NormInputGradientParams<T> p) {
   constexpr int kSteps = kInputGradientSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
@@ -160,7 +161,7 @@ bool is_relu_without_rows(const Norm& norm) {
 
 }  // namespace
 
-// In each launch a block owns some channels, in a grid-stride loop over tiles of pixels.
+// In each launch a thread block owns some channels, in a grid-stride loop over tiles of pixels.
 
 void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                              const Tensor& y) {
@@ -171,15 +172,15 @@ void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm
     constexpr int kWidth = kFullWidth<T>;
     NormActParams<T> params{{}, data<T>(x), pointers(norm), mutable_data<T>(y)};
     const bool vectors = fills_vectors<T>(size.channels, params.x, params.y);
-    const Grid grid = grid_for(size, vectors ? kWidth : 1, kNormActSteps, 32, kNormActBlocks);
+    const Grid grid = grid_for(size, vectors ? kWidth : 1, kNormActSteps, 32, kNormActThreadBlocks);
     params.rows = grid.rows;
     launch("norm_act_forward",
            vectors ? norm_act_forward_kernel<T, kWidth> : norm_act_forward_kernel<T, 1>,
-           grid.blocks, kThreads, 0, on.stream, params);
+           grid.thread_blocks, kThreads, 0, on.stream, params);
   });
 }
 
-// A block has few channels: the last block adds few partial sums.
+// A thread block has few channels: the last thread block adds few partial sums.
 void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                    const Norm& norm, const Tensor* g, const Tensor& sums) {
   if (!is_relu_without_rows(norm)) {
@@ -194,14 +195,15 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
     NormActMaskParams<T> params{
         {}, data<T>(dy), data<T>(x), pointers(norm), stored, {}, mutable_data<float>(sums)};
     const bool vectors = fills_vectors<T>(size.channels, params.dy, params.x, params.g);
-    const Grid grid = grid_for(size, vectors ? kWidth : 1, kMaskSteps, 8, kMaskBlocks);
-    const OwnedGridSums memory(x, grid.blocks, size.channels, on.stream);
+    const Grid grid = grid_for(size, vectors ? kWidth : 1, kMaskSteps, 8, kMaskThreadBlocks);
+    const OwnedGridSums memory(x, grid.thread_blocks, size.channels, on.stream);
     params.rows = grid.rows;
     params.memory = memory.sums;
     launch("norm_act_backward_mask",
            vectors ? norm_act_backward_mask_kernel<T, kWidth, kStore>
                    : norm_act_backward_mask_kernel<T, 1, kStore>,
-           grid.blocks, kThreads, kBlockSumBytes * 2 * (vectors ? kWidth : 1), on.stream, params);
+           grid.thread_blocks, kThreads, kThreadBlockSumBytes * 2 * (vectors ? kWidth : 1),
+           on.stream, params);
   };
   for_dtype(x, [&](auto value) {
     g != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
@@ -224,12 +226,12 @@ void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient
     const bool vectors =
         fills_vectors<T>(size.channels, params.step.skip, params.g, params.step.x, params.dx);
     const Grid grid =
-        grid_for(size, vectors ? kWidth : 1, kInputGradientSteps, 32, kInputGradientBlocks);
+        grid_for(size, vectors ? kWidth : 1, kInputGradientSteps, 32, kInputGradientThreadBlocks);
     params.rows = grid.rows;
     launch("norm_input_gradient",
            vectors ? norm_input_gradient_kernel<T, kWidth, kMask, kHasSkip>
                    : norm_input_gradient_kernel<T, 1, kMask, kHasSkip>,
-           grid.blocks, kThreads, 0, on.stream, params);
+           grid.thread_blocks, kThreads, 0, on.stream, params);
   };
   for_dtype(step.x, [&](auto value) {
     if (activated) {

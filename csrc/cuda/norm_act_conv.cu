@@ -158,8 +158,8 @@ void launch_norm_act_conv_forward(const Unit& unit, const Inputs& inputs, const 
                                   int(conv.out_channels),
                                   plan.grid,
                                   workspace.has_launched};
-  launch("norm_act_conv_forward", plan.kernel, plan.blocks, kThreads, plan.shared_bytes, on.stream,
-         params, params.is_dependent);
+  launch("norm_act_conv_forward", plan.kernel, plan.thread_blocks, kThreads, plan.shared_bytes,
+         on.stream, params, params.is_dependent);
   workspace.has_launched = true;
 }
 
@@ -206,7 +206,7 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given, cons
     const int64_t dy_bytes =
         stores_dy || !step ? y_bytes : g_bytes + (params.tensors - 1) * y_bytes;
     const int64_t weights = conv.taps() * conv.in_channels * conv.out_channels;
-    const int64_t partials_bytes = 2 * int64_t(sizeof(float)) * plan.blocks * weights;
+    const int64_t partials_bytes = 2 * int64_t(sizeof(float)) * plan.thread_blocks * weights;
     is_postponed = wanted.weight && partials_bytes > x_bytes + dy_bytes;
     if (is_postponed) {
       task.of_weight = false;
@@ -216,11 +216,11 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given, cons
     WeightGradientPartials partials{};
     std::optional<Tensor> memory;
     if (task.of_weight) {
-      memory = allocate_partials(gradients.conv_weight, plan.blocks, partials);
+      memory = allocate_partials(gradients.conv_weight, plan.thread_blocks, partials);
       params.partials = mutable_data<float>(*memory);
     }
     launch(task.of_weight ? "norm_act_conv_backward" : "norm_act_conv_backward_input", plan.kernel,
-           plan.blocks, kThreads, plan.shared_bytes, on.stream, params, params.is_dependent);
+           plan.thread_blocks, kThreads, plan.shared_bytes, on.stream, params, params.is_dependent);
     workspace.has_launched = true;
     if (task.of_weight) keep_partials(workspace, partials, *memory, on.stream);
   }

@@ -7,7 +7,7 @@
 
 namespace preact_kernels::cuda {
 
-// A persistent block owns every gridDim.x-th tile of pixels with all channels, in phases:
+// A persistent thread block owns every gridDim.x-th tile of pixels with all channels, in phases:
 //   dy = [skip +] A*g + B*(x - mean) + C, stored if it is wanted, and a = relu(p)
 //   da[p][c] = the sum over taps and k of dy[p at the opposite tap][k] * weight[k][c][tap]
 //   dweight[k][c][tap] = the sum over p of dy[p at the opposite tap][k] * a[p][c]
@@ -26,15 +26,15 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
   constexpr int kVectors = kBackwardVectors<Types, C, GROUPS>;
   constexpr int kOutVectors = C == 0 ? kVectors : kHaloVectors<T, C>;
   constexpr bool kMayMask = kWeight && kTaps > 1;  // a 1x1 convolution reads no padding
-  // With two blocks per multiprocessor, the sums of nine taps leave few registers.
-  constexpr bool kFewRegisters = kMayMask && kBackwardBlocks<Types, C, GROUPS> == 2;
+  // With two thread blocks per multiprocessor, the sums of nine taps leave few registers.
+  constexpr bool kFewRegisters = kMayMask && kBackwardThreadBlocks<Types, C, GROUPS> == 2;
   constexpr int kUnroll = kFewRegisters ? 1 : kVectors;
   const int channels = IN ? IN : conv.in_channels, out_channels = OUT ? OUT : conv.out_channels;
-  const int block_pixels = IN ? backward_pixels<Types>(IN, OUT) : conv.grid.block_pixels;
-  const int pixels = Tile<C>::pixels(block_pixels);
-  const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
+  const int tile_pixels = IN ? backward_pixels<Types>(IN, OUT) : conv.grid.tile_pixels;
+  const int pixels = Tile<C>::pixels(tile_pixels);
+  const int halo_pixels = Tile<C>::halo_pixels(tile_pixels);
   const int pitch = channels + kWidth, dy_pitch = out_channels + kWidth;
-  const Shared shared(block_pixels, channels, out_channels, conv.tensors, kInput, kWeight);
+  const Shared shared(tile_pixels, channels, out_channels, conv.tensors, kInput, kWeight);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* dy_tile = reinterpret_cast<T*>(memory + shared.dy);
@@ -210,28 +210,29 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
       for (int j = 0; j < kWidth; ++j) sum_g_x[j] *= rstd[j];
     }
   }
-  cp_async_wait<0>();  // a block without tiles has not waited
+  cp_async_wait<0>();  // a thread block without tiles has not waited
   // From here on shared memory has another layout.
   float* scratch = reinterpret_cast<float*>(memory);
   __syncthreads();
   if constexpr (kInput) add_sums(in, channels, sum_g, sum_g_x, conv.sums, scratch);
   if constexpr (kWeight) {
     __syncthreads();
-    const int64_t weights_of_block = int64_t(kTaps) * out_channels * channels;
-    dweight.store(out_channels, channels, scratch, conv.partials + blockIdx.x * weights_of_block);
+    const int64_t thread_block_weights = int64_t(kTaps) * out_channels * channels;
+    dweight.store(out_channels, channels, scratch,
+                  conv.partials + blockIdx.x * thread_block_weights);
   }
 }
 
 // One convolution: g, and dweight if GROUPS > 0.
 template <class Types, int C, int GROUPS, int IN = C, int OUT = C>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks<Types, C, GROUPS>)
+__global__ void __launch_bounds__(kThreads, kBackwardThreadBlocks<Types, C, GROUPS>)
     norm_act_conv_backward_kernel(const __grid_constant__ NormActConvBackward conv) {
   norm_act_conv_backward<Types, C, GROUPS, true, IN, OUT>(conv);
 }
 
 // The weight gradients of several convolutions.
 template <class Types, int C, int GROUPS, int IN = C, int OUT = C>
-__global__ void __launch_bounds__(kThreads, (kWeightGradientBlocks<Types, C, GROUPS, IN>))
+__global__ void __launch_bounds__(kThreads, (kWeightGradientThreadBlocks<Types, C, GROUPS, IN>))
     norm_act_conv_weight_gradients_kernel(const __grid_constant__ WeightGradients convs) {
   norm_act_conv_backward<Types, C, GROUPS, false, IN, OUT>(convs.of[blockIdx.y]);
 }

@@ -5,7 +5,7 @@
 
 namespace preact_kernels::cuda {
 
-// The layout of a block's shared memory.
+// The layout of a thread block's shared memory.
 template <class Types, int C>
 struct ForwardShared {
   using T = typename Types::T;
@@ -16,10 +16,10 @@ struct ForwardShared {
   int weights, activated, sums, norm, x_ahead, residual_ahead;  // offsets in bytes
   int bytes;
 
-  __host__ __device__ ForwardShared(int block_pixels, int in_channels, int out_channels) {
+  __host__ __device__ ForwardShared(int tile_pixels, int in_channels, int out_channels) {
     const int row = in_channels * int(sizeof(T)) + 16;
-    const int pixels = Tile<C>::pixels(block_pixels);
-    const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
+    const int pixels = Tile<C>::pixels(tile_pixels);
+    const int halo_pixels = Tile<C>::halo_pixels(tile_pixels);
     weights = 0;
     activated = weights + Tile<C>::kTaps * out_channels * row;
     sums = activated + halo_pixels * row;
@@ -32,16 +32,17 @@ struct ForwardShared {
   }
 };
 
-// Blocks per multiprocessor. Shared memory is the limit for 64 channels, registers for others.
+// Thread blocks per multiprocessor. Shared memory is the limit for 64 channels, registers for
+// others.
 template <int C>
-constexpr int kForwardBlocks = C == 64 ? 1 : 2;
+constexpr int kForwardThreadBlocks = C == 64 ? 1 : 2;
 
 // y[p][k] = the sum over taps and c of relu(p)[p at tap][c] * weight[k][c][tap] [+ residual[p][k]].
-// A persistent block owns every gridDim.x-th tile of pixels with all channels. The weight stays in
-// shared memory. While a tile is multiplied, the x of the next tile and its own residual are
-// copied. IN and OUT are the channels, or 0 if they are not constant.
+// A persistent thread block owns every gridDim.x-th tile of pixels with all channels. The weight
+// stays in shared memory. While a tile is multiplied, the x of the next tile and its own residual
+// are copied. IN and OUT are the channels, or 0 if they are not constant.
 template <class Types, int C, int IN = C, int OUT = C>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
+__global__ void __launch_bounds__(kThreads, kForwardThreadBlocks<C>)
     norm_act_conv_forward_kernel(const __grid_constant__ NormActConvForward conv) {
   using T = typename Types::T;
   using X = typename Types::X;
@@ -50,12 +51,12 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
   constexpr int kWidth = kFullWidth<T>;
   constexpr int kTaps = Tile<C>::kTaps;
   const int channels = IN ? IN : conv.in_channels, out_channels = OUT ? OUT : conv.out_channels;
-  const int block_pixels =
-      IN ? pixels_of_tile<T>(IN, OUT, kTileVectors<T, 0>) : conv.grid.block_pixels;
-  const int pixels = Tile<C>::pixels(block_pixels);
-  const int halo_pixels = Tile<C>::halo_pixels(block_pixels);
+  const int tile_pixels =
+      IN ? pixels_of_tile<T>(IN, OUT, kTileVectors<T, 0>) : conv.grid.tile_pixels;
+  const int pixels = Tile<C>::pixels(tile_pixels);
+  const int halo_pixels = Tile<C>::halo_pixels(tile_pixels);
   const int pitch = channels + kWidth, sums_pitch = out_channels + kSumsPadding;
-  const Shared shared(block_pixels, channels, out_channels);
+  const Shared shared(tile_pixels, channels, out_channels);
   unsigned char* memory = dynamic_shared();
   T* weights = reinterpret_cast<T*>(memory + shared.weights);
   T* activated = reinterpret_cast<T*>(memory + shared.activated);
@@ -98,13 +99,13 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
   wait_for_predecessors();
   let_dependents_start();
   norm_channel.load_sums(conv.norm.moments);
-  const int blocks = gridDim.x;
+  const int thread_blocks = gridDim.x;
   copy_x(blockIdx.x);
   copy_residual(blockIdx.x);
   Normalisation<kWidth>::store(conv.norm, norm_channel, channels, norm);
   __syncthreads();
 
-  for (int index = blockIdx.x; index < conv.grid.tiles; index += blocks) {
+  for (int index = blockIdx.x; index < conv.grid.tiles; index += thread_blocks) {
     const Tile<C> tile(conv.grid, index);
     cp_async_wait<1>();  // x is here
     if (in.is_active) {
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
       }
     }
     __syncthreads();  // act(p) is complete
-    copy_x(index + blocks);
+    copy_x(index + thread_blocks);
     multiply_weights<T, C, false>(activated, weights, pixels, channels, out_channels, sums,
                                   sums_pitch);
     __syncthreads();     // the sums are complete, and act(p) may be overwritten
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<C>)
       }
       statistics.end_tiles(kTileVectors<T, C>);
     }
-    copy_residual(index + blocks);
+    copy_residual(index + thread_blocks);
   }
   cp_async_wait<0>();  // before shared memory gets another use
   if (conv.statistics.words != nullptr) {

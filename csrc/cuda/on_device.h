@@ -69,8 +69,8 @@ struct OwnedGridSums {
   Tensor owner;
   GridSums sums;
 
-  OwnedGridSums(const Tensor& like, dim3 blocks, int64_t channels, cudaStream_t stream)
-      : OwnedGridSums(like, 1, 2 * int64_t(blocks.x), blocks.y, channels, stream) {}
+  OwnedGridSums(const Tensor& like, dim3 thread_blocks, int64_t channels, cudaStream_t stream)
+      : OwnedGridSums(like, 1, 2 * int64_t(thread_blocks.x), thread_blocks.y, channels, stream) {}
   // Partials [images, lines, channels], and `counters` counters of each image.
   OwnedGridSums(const Tensor& like, int64_t images, int64_t lines, int64_t counters,
                 int64_t channels, cudaStream_t stream)

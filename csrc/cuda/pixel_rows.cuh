@@ -3,7 +3,7 @@
 //
 // A thread keeps its channels and loops over pixels: the coefficients of its channels stay in
 // registers. Neighbouring threads take neighbouring vectors of a pixel, then the next pixel. The
-// number of blocks, and so the order of sums, depends only on the shape and the device.
+// number of thread blocks, and so the order of sums, depends only on the shape and the device.
 #pragma once
 
 #include "../args.h"
@@ -16,8 +16,8 @@ constexpr int kThreads = 256;
 struct PixelRows {
   int64_t pixels;
   int channels;
-  int columns;       // vectors of a pixel that one block takes; blockIdx.y selects which
-  int block_pixels;  // pixels that a block takes at a time: kThreads / columns, one a thread
+  int columns;  // vectors of a pixel that one thread block takes; blockIdx.y selects which
+  int thread_block_pixels;  // pixels at a time: kThreads / columns, one a thread
 };
 
 // kWidth numbers of type T that one access loads or stores.
@@ -130,7 +130,7 @@ struct ThreadRows {
   __device__ explicit ThreadRows(const PixelRows& of) : of(of) {
     row = threadIdx.x / of.columns;
     channel = (blockIdx.y * of.columns + threadIdx.x % of.columns) * kWidth;
-    is_used = row < of.block_pixels && channel < of.channels;
+    is_used = row < of.thread_block_pixels && channel < of.channels;
   }
 
   // Calls body(at, stride, steps) for the elements at, at + stride, ... of `steps` <= kSteps
@@ -138,35 +138,36 @@ struct ThreadRows {
   template <class Body>
   __device__ void for_each(const Body& body) const {
     if (!is_used) return;
-    const int64_t tile = int64_t(of.block_pixels) * kSteps;
-    const int64_t stride = int64_t(of.block_pixels) * of.channels;
+    const int64_t tile = int64_t(of.thread_block_pixels) * kSteps;
+    const int64_t stride = int64_t(of.thread_block_pixels) * of.channels;
     for (int64_t pixel = blockIdx.x * tile + row; pixel < of.pixels; pixel += gridDim.x * tile) {
-      const int64_t left = (of.pixels - pixel + of.block_pixels - 1) / of.block_pixels;
+      const int64_t left =
+          (of.pixels - pixel + of.thread_block_pixels - 1) / of.thread_block_pixels;
       body(pixel * of.channels + channel, stride, left < kSteps ? static_cast<int>(left) : kSteps);
     }
   }
 };
 
-// The blocks of a kernel, and what each thread takes.
+// The thread blocks of a kernel, and what each thread takes.
 struct Grid {
   PixelRows rows;
-  dim3 blocks;
+  dim3 thread_blocks;
 };
 
-// A grid for channels in vectors of `width`; a block takes at most `most_columns` vectors.
+// A grid for channels in vectors of `width`; a thread block takes at most `most_columns` vectors.
 inline Grid grid_for(const ImageSizes& size, int width, int steps, int most_columns,
-                     int blocks_per_multiprocessor) {
+                     int thread_blocks_per_multiprocessor) {
   const int64_t pixels = size.pixels(), channels = size.channels;
   const int vectors = static_cast<int>(channels / width);
-  const int blocks_y = (vectors + most_columns - 1) / most_columns;
-  const int columns = (vectors + blocks_y - 1) / blocks_y;
-  const int block_pixels = kThreads / columns;
-  const int64_t tile = int64_t(block_pixels) * steps;
+  const int thread_blocks_y = (vectors + most_columns - 1) / most_columns;
+  const int columns = (vectors + thread_blocks_y - 1) / thread_blocks_y;
+  const int thread_block_pixels = kThreads / columns;
+  const int64_t tile = int64_t(thread_block_pixels) * steps;
   const int64_t tiles = (pixels + tile - 1) / tile;
-  const int most = blocks_per_multiprocessor * multiprocessors() / blocks_y;
-  const int64_t blocks_x = tiles < most ? tiles : (most > 1 ? most : 1);
-  return {{pixels, static_cast<int>(channels), columns, block_pixels},
-          dim3(static_cast<unsigned>(blocks_x), static_cast<unsigned>(blocks_y))};
+  const int most = thread_blocks_per_multiprocessor * multiprocessors() / thread_blocks_y;
+  const int64_t thread_blocks_x = tiles < most ? tiles : (most > 1 ? most : 1);
+  return {{pixels, static_cast<int>(channels), columns, thread_block_pixels},
+          dim3(static_cast<unsigned>(thread_blocks_x), static_cast<unsigned>(thread_blocks_y))};
 }
 
 // Whether accesses may have kWidth numbers, by default 16 bytes: the channels are a multiple, and

@@ -1,48 +1,48 @@
 // Sums over all pixels, in float64. The order depends only on the shape and the device.
 //
-// Each thread adds its pixels, and each block its threads, through shared memory. An integer
-// counter tells which block of a column of the grid finishes last: that block adds the blocks in
-// order. No sum is atomic, so two runs give the same bits.
+// Each thread adds its pixels, and each thread block its threads, through shared memory. An integer
+// counter tells which thread block of a column of the grid finishes last: that thread block adds
+// the thread blocks in order. No sum is atomic, so two runs give the same bits.
 #pragma once
 
 #include "pixel_rows.cuh"
 
 namespace preact_kernels::cuda {
 
-// Memory that the blocks of a grid share.
+// Memory that the thread blocks of a grid share.
 struct GridSums {
-  double* partials;   // [blocks in x, 2, channels]
-  unsigned* counter;  // [blocks in y], zeros before the kernel
+  double* partials;   // [thread blocks in x, 2, channels]
+  unsigned* counter;  // [thread blocks in y], zeros before the kernel
 };
 
-// Whether this block is the last of `blocks` that count. It then sees all writes of the others.
-// Every thread must call it.
-__device__ inline bool is_last_of(unsigned blocks, unsigned* counter) {
+// Whether this thread block is the last of `thread_blocks` that count. It then sees all writes of
+// the others. Every thread must call it.
+__device__ inline bool is_last_of(unsigned thread_blocks, unsigned* counter) {
   __threadfence();  // writes of this thread come before the count
   __syncthreads();
-  const bool is_last = threadIdx.x == 0 && atomicAdd(counter, 1u) == blocks - 1;
+  const bool is_last = threadIdx.x == 0 && atomicAdd(counter, 1u) == thread_blocks - 1;
   if (!__syncthreads_or(is_last)) return false;
   __threadfence();
   return true;
 }
 
-// `is_last_of` for the blocks of a column of the grid.
-__device__ inline bool is_last_block(unsigned* counter) {
+// `is_last_of` for the thread blocks of a column of the grid.
+__device__ inline bool is_last_thread_block(unsigned* counter) {
   return is_last_of(gridDim.x, counter + blockIdx.y);
 }
 
-// Bytes of shared memory that `sum_over_block` uses for each value.
-constexpr size_t kBlockSumBytes = kThreads * sizeof(double);
+// Bytes of shared memory that `sum_over_thread_block` uses for each value.
+constexpr size_t kThreadBlockSumBytes = kThreads * sizeof(double);
 
-// Adds `values` over the threads of a block with the same column. Row 0 gets the sums.
+// Adds `values` over the threads of a thread block with the same column. Row 0 gets the sums.
 template <int kValues>
-__device__ inline void sum_over_block(double (&values)[kValues], const PixelRows& rows) {
+__device__ inline void sum_over_thread_block(double (&values)[kValues], const PixelRows& rows) {
   double* shared = reinterpret_cast<double*>(dynamic_shared());  // [kValues, kThreads]
   const int thread = threadIdx.x, row = thread / rows.columns;
   __syncthreads();  // all threads have read an earlier sum
 #pragma unroll
   for (int i = 0; i < kValues; ++i) shared[i * kThreads + thread] = values[i];
-  for (int left = rows.block_pixels; left > 1;) {
+  for (int left = rows.thread_block_pixels; left > 1;) {
     const int half = (left + 1) / 2;
     __syncthreads();
     if (row + half < left) {  // implies row < half
@@ -59,32 +59,34 @@ __device__ inline void sum_over_block(double (&values)[kValues], const PixelRows
 }
 
 // Adds two numbers of each channel over the grid: values[i] and values[kWidth + i] for channel i of
-// the thread. Returns true in the threads that get the sums: one per column, in the last block.
+// the thread. Returns true in the threads that get the sums: one per column, in the last thread
+// block.
 template <int kWidth, int kSteps>
 __device__ inline bool sum_over_grid(double (&values)[2 * kWidth],
                                      const ThreadRows<kWidth, kSteps>& thread,
                                      const GridSums& memory) {
   const int channels = thread.of.channels;
   double* partials = memory.partials + thread.channel;
-  sum_over_block(values, thread.of);
+  sum_over_thread_block(values, thread.of);
   if (thread.is_used && thread.row == 0) {
 #pragma unroll
     for (int i = 0; i < 2 * kWidth; ++i) {
       partials[(2 * int64_t(blockIdx.x) + i / kWidth) * channels + i % kWidth] = values[i];
     }
   }
-  if (!is_last_block(memory.counter)) return false;
+  if (!is_last_thread_block(memory.counter)) return false;
 #pragma unroll
   for (int i = 0; i < 2 * kWidth; ++i) values[i] = 0;
   if (thread.is_used) {
-    for (int64_t block = thread.row; block < gridDim.x; block += thread.of.block_pixels) {
+    for (int64_t thread_block = thread.row; thread_block < gridDim.x;
+         thread_block += thread.of.thread_block_pixels) {
 #pragma unroll
       for (int i = 0; i < 2 * kWidth; ++i) {
-        values[i] += __ldcg(partials + (2 * block + i / kWidth) * channels + i % kWidth);
+        values[i] += __ldcg(partials + (2 * thread_block + i / kWidth) * channels + i % kWidth);
       }
     }
   }
-  sum_over_block(values, thread.of);
+  sum_over_thread_block(values, thread.of);
   return thread.is_used && thread.row == 0;
 }
 

@@ -198,7 +198,7 @@ struct BackwardImage : ResidentImage<T, C> {
     }
   }
 
-  // Prefetches this block's image of a tensor with CHANNELS channels.
+  // Prefetches this thread block's image of a tensor with CHANNELS channels.
   template <int CHANNELS>
   static __device__ void prefetch(const void* tensor) {
     constexpr int kBytes = Shape::kPixels * CHANNELS * int(sizeof(T)), kLine = 128;
@@ -265,8 +265,8 @@ struct BackwardGrid : ResidentGrid<T, C> {
   }
 };
 
-// The bottlenecks of a run for image blockIdx.x, from the last to the first. All blocks of the grid
-// must be resident.
+// The bottlenecks of a run for image blockIdx.x, from the last to the first. All thread blocks of
+// the grid must be resident.
 template <class T, int C>
 __global__ void __launch_bounds__(ResidentShape<C>::kThreads, 1)
     resident_backward_kernel(const __grid_constant__ ResidentBackward run) {

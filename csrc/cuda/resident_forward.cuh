@@ -183,7 +183,7 @@ struct ForwardGrid : ResidentGrid<T, C> {
   }
 };
 
-// The bottlenecks of a run for image blockIdx.x. All blocks of the grid must be resident.
+// The bottlenecks of a run for image blockIdx.x. All thread blocks of the grid must be resident.
 template <class T, int C>
 __global__ void __launch_bounds__(ResidentShape<C>::kThreads, 1)
     resident_forward_kernel(const __grid_constant__ ResidentForward run) {

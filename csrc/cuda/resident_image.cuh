@@ -1,9 +1,9 @@
 // Bottlenecks of a stage in one launch: what the forward and the backward have in common.
 //
-// A block of threads owns an image, and keeps the residual stream, or its gradient, in registers
-// from one bottleneck to the next. All blocks are resident: after every convolution they wait for
-// each other, as a batch norm needs sums over the whole batch. Before it waits, a block adds its
-// sums to exact sums; while it waits, it copies the next weight.
+// A thread block owns an image, and keeps the residual stream, or its gradient, in registers
+// from one bottleneck to the next. All thread blocks are resident: after every convolution they
+// wait for each other, as a batch norm needs sums over the whole batch. Before it waits, a thread
+// block adds its sums to exact sums; while it waits, it copies the next weight.
 //
 // A warp owns kTiles tiles of 16 pixels with all channels. A product (mma.m16n8k16) leaves columns
 // 2t and 2t + 1 of rows g and g + 8 to lane 4g + t. Column n of a weight is not output channel n:
@@ -184,13 +184,13 @@ struct TwoSums {
   double first, second;
 };
 
-// Lets the blocks of a grid wait for each other.
+// Lets the thread blocks of a grid wait for each other.
 template <class T, int C>
 struct ResidentGrid {
   static constexpr int kThreads = ResidentShape<C>::kThreads;
 
   unsigned* arrived;
-  unsigned expected;  // arrivals before a block goes on
+  unsigned expected;  // arrivals before a thread block goes on
 
   // Adds merge(c), two numbers for each channel, to `sums`, once all threads have called this.
   template <int CHANNELS, class Merge>
@@ -202,12 +202,12 @@ struct ResidentGrid {
       const TwoSums merged = merge(c);
       add_exact(sums, c, value, value == 0 ? merged.first : merged.second);
     }
-    __syncthreads();  // all have added: thread 0 says so to the other blocks
+    __syncthreads();  // all have added: thread 0 says so to the other thread blocks
     if (threadIdx.x == 0) add_release(arrived, 1);
     expected += gridDim.x;
   }
 
-  // Waits for the other blocks, and for the weight that the next unit multiplies by.
+  // Waits for the other thread blocks, and for the weight that the next unit multiplies by.
   __device__ void wait() const {
     if (threadIdx.x == 0) {
       while (load_acquire(arrived) < expected) {

@@ -17,7 +17,7 @@ struct ResidualAddParams {
 
 // y = x + branch, and if kStats its mean and variance.
 template <class T, int kWidth, bool kStats>
-__global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
+__global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
     residual_add_forward_kernel(ResidualAddParams<T> p) {
   constexpr int kSteps = kStatisticsSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
 
 using namespace cuda;
 
-// A block owns some channels, in a grid-stride loop over tiles of pixels.
+// A thread block owns some channels, in a grid-stride loop over tiles of pixels.
 void launch_residual_add_forward(const ImageSizes& size, const Tensor& x, const Tensor& branch,
                                  const Output& output) {
   const Statistics& of_y = output.statistics;
@@ -72,15 +72,15 @@ void launch_residual_add_forward(const ImageSizes& size, const Tensor& x, const 
     params.rows = grid.rows;
     std::optional<OwnedGridSums> memory;
     if (kStats) {
-      memory.emplace(x, grid.blocks, size.channels, on.stream);
+      memory.emplace(x, grid.thread_blocks, size.channels, on.stream);
       params.statistics = {memory->sums, mutable_data<float>(of_y.mean),
                            mutable_data<float>(of_y.var)};
     }
     launch("residual_add_forward",
            vectors ? residual_add_forward_kernel<T, kWidth, kStats>
                    : residual_add_forward_kernel<T, 1, kStats>,
-           grid.blocks, kThreads, kStats ? kBlockSumBytes * 2 * (vectors ? kWidth : 1) : 0,
-           on.stream, params);
+           grid.thread_blocks, kThreads,
+           kStats ? kThreadBlockSumBytes * 2 * (vectors ? kWidth : 1) : 0, on.stream, params);
   };
   for_dtype(x, [&](auto value) {
     of_y.are_wanted ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);

@@ -102,7 +102,7 @@ struct WeightGradient {
     }
   }
 
-  // Stores the sum of a block in `partial`. `shared` has room for [slices][taps][K][C].
+  // Stores the sum of a thread block in `partial`. `shared` has room for [slices][taps][K][C].
   __device__ void store(int out_channels, int channels, float* shared, float* partial) const {
     const int values = kTaps * out_channels * channels;
     float* to = slices == 1 ? partial : shared + slice * values;

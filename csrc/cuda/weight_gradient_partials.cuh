@@ -1,4 +1,5 @@
-// The partial weight gradients of the blocks of a grid, which a later kernel adds in a fixed order.
+// The partial weight gradients of the thread blocks of a grid, which a later kernel adds in a fixed
+// order.
 #pragma once
 
 #include "pixel_rows.cuh"
@@ -18,14 +19,14 @@ struct WeightGradientPartials {
 
 constexpr int kPartialsBytes = kThreads * 4 * sizeof(double);  // shared memory that `add_up` uses
 
-// Adjacent threads of a block in a row of sums of `width` columns, four columns each: for about 32
-// blocks, each with 32 bytes or more of a row.
+// Adjacent threads of a thread block in a row of sums of `width` columns, four columns each: for
+// about 32 thread blocks, each with 32 bytes or more of a row.
 __host__ __device__ inline int lanes_of_sums(int width) {
   const int lanes = width / 4 / 32;
   return lanes < 2 ? 2 : lanes < kThreads ? lanes : kThreads;
 }
 
-// Stores the sum over rows. All threads of a grid of kThreads must call this. A block owns
+// Stores the sum over rows. All threads of a grid of kThreads must call this. A thread block owns
 // neighbouring columns, a thread four of them in every `slices`-th row. The order of additions does
 // not depend on the grid.
 template <class T>

@@ -104,8 +104,8 @@ void launch_pack_weights(const std::vector<UnpackedWeight>& weights, size_t begi
     params.weights[i - begin] = weights[i];
     most = std::max(most, weights[i].values);
   }
-  const int blocks = std::min((most + kThreads - 1) / kThreads, 16);
-  launch("pack_weights", pack_weights_kernel<T, kCount>, dim3(blocks, unsigned(end - begin)),
+  const int thread_blocks = std::min((most + kThreads - 1) / kThreads, 16);
+  launch("pack_weights", pack_weights_kernel<T, kCount>, dim3(thread_blocks, unsigned(end - begin)),
          kThreads, 0, stream, params);
 }
 
@@ -154,17 +154,18 @@ void launch_finish_gradients(Workspace& workspace, const Tensor* sums, cudaStrea
       params.sums = mutable_data<float>(*sums), params.values = int(sums->numel());
       sums = nullptr;
     }
-    int blocks = std::max((params.values + kThreads - 1) / kThreads, 1), rows = 0;
+    int thread_blocks = std::max((params.values + kThreads - 1) / kThreads, 1), rows = 0;
     for (; rows < kMostWeightGradients && next < workspace.partials.size(); ++rows, ++next) {
       params.partials[rows] = workspace.partials[next];
       const int width = workspace.partials[next].values(), columns = 4 * lanes_of_sums(width);
-      blocks = std::max(blocks, (width + columns - 1) / columns);
+      thread_blocks = std::max(thread_blocks, (width + columns - 1) / columns);
     }
     if (params.values == 0 && rows == 0) return;
     rows = std::max(rows, 1);
     for_dtype(workspace.dtype, [&](auto value) {
-      launch("finish_gradients", finish_gradients_kernel<decltype(value)>, dim3(blocks, rows),
-             kThreads, kPartialsBytes, stream, params, workspace.has_launched);
+      launch("finish_gradients", finish_gradients_kernel<decltype(value)>,
+             dim3(thread_blocks, rows), kThreads, kPartialsBytes, stream, params,
+             workspace.has_launched);
     });
     workspace.has_launched = true;
   } while (next < workspace.partials.size());
@@ -196,7 +197,7 @@ void launch_postponed(Workspace& workspace, cudaStream_t stream) {
     WeightGradients gradients{};
     for (size_t j = 0; j < same.size(); ++j) {
       WeightGradientPartials partials{};
-      const Tensor memory = allocate_partials(same[j]->conv_weight, plan.blocks, partials);
+      const Tensor memory = allocate_partials(same[j]->conv_weight, plan.thread_blocks, partials);
       gradients.of[j] = same[j]->params;
       gradients.of[j].grid = plan.grid;
       gradients.of[j].partials = mutable_data<float>(memory);
@@ -204,8 +205,8 @@ void launch_postponed(Workspace& workspace, cudaStream_t stream) {
       workspace.partials_owners.push_back(memory);
     }
     launch("norm_act_conv_weight_gradients", plan.weight_gradients_kernel,
-           dim3(plan.blocks, unsigned(same.size())), kThreads, plan.shared_bytes, stream, gradients,
-           workspace.has_launched);
+           dim3(plan.thread_blocks, unsigned(same.size())), kThreads, plan.shared_bytes, stream,
+           gradients, workspace.has_launched);
     workspace.has_launched = true;
   }
   workspace.postponed.clear();
@@ -247,10 +248,11 @@ void finish_statistics(Workspace& workspace, const Tensor& mean, const Tensor& v
          kThreads, 0, on.stream, params);
 }
 
-Tensor allocate_partials(const Tensor& conv_weight, int blocks, WeightGradientPartials& partials) {
+Tensor allocate_partials(const Tensor& conv_weight, int thread_blocks,
+                         WeightGradientPartials& partials) {
   const auto size = conv_weight.sizes(), stride = conv_weight.strides();
   partials = {nullptr,
-              blocks,
+              thread_blocks,
               mutable_data<void>(conv_weight),
               conv_weight.scalar_type() == ScalarType::Float,
               int(size[0]),
@@ -260,7 +262,7 @@ Tensor allocate_partials(const Tensor& conv_weight, int blocks, WeightGradientPa
               stride[1],
               stride[2],
               stride[3]};
-  const Tensor memory = empty_bytes(conv_weight, int64_t(blocks) * partials.values() * 4);
+  const Tensor memory = empty_bytes(conv_weight, int64_t(thread_blocks) * partials.values() * 4);
   partials.partials = data<float>(memory);
   return memory;
 }
@@ -282,8 +284,8 @@ void make_room(Workspace& workspace, int64_t bytes, cudaStream_t stream) {
 }
 
 void postpone(Workspace& workspace, const PostponedWeightGradient& postponed, cudaStream_t stream) {
-  // The convolutions of 16 bottlenecks: 16 x 8 blocks or more for each of three shapes, about as
-  // many as the 132 multiprocessors of an H100.
+  // The convolutions of 16 bottlenecks: 16 x 8 thread blocks or more for each of three shapes,
+  // about as many as the 132 multiprocessors of an H100.
   constexpr size_t kEnough = 48;
   static_assert(kEnough <= kMostWeightGradients);
   workspace.postponed.push_back(postponed);

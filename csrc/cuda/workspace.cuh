@@ -38,8 +38,8 @@ struct Workspace {
 // The partial sums of postponed weight gradients are added up at once.
 constexpr int64_t kMostBytes = 72 << 20;
 
-// Memory for the partial weight gradients of `blocks` blocks. Their sum goes to `conv_weight`.
-Tensor allocate_partials(const Tensor& conv_weight, int blocks,
+// Memory for the partial weight gradients of `thread_blocks`. Their sum goes to `conv_weight`.
+Tensor allocate_partials(const Tensor& conv_weight, int thread_blocks,
                          cuda::WeightGradientPartials& partials);
 
 // Keeps partial weight gradients, which `memory` owns, until there are enough to add up.
