@@ -44,7 +44,7 @@ NormRow<A> from_channel(const NormRow<A>& row, int64_t channel) {
 // TileStatistics of ranges of equal length: planes, or the planes of a group.
 template <class A>
 struct RangeStatistics {
-  static constexpr int64_t kTileValues = 1024, kBlockTiles = 16;
+  static constexpr int64_t kTileValues = 1024, kTaskTiles = 16;
   int64_t values, of_range;
   A* partials;  // [ranges, tiles, 3]
 
@@ -53,9 +53,9 @@ struct RangeStatistics {
       : values(values), of_range((values + kTileValues - 1) / kTileValues) {
     const int64_t tiles = ranges * of_range;
     partials = thread_buffer<A, Use::kPartials>(tiles * 3);
-    for_tiles((tiles + kBlockTiles - 1) / kBlockTiles, [&](int64_t block) {
-      const int64_t end = std::min((block + 1) * kBlockTiles, tiles);
-      for (int64_t tile = block * kBlockTiles; tile < end; ++tile) {
+    for_tiles((tiles + kTaskTiles - 1) / kTaskTiles, [&](int64_t task) {
+      const int64_t end = std::min((task + 1) * kTaskTiles, tiles);
+      for (int64_t tile = task * kTaskTiles; tile < end; ++tile) {
         const int64_t part = tile % of_range;
         PK_CALL(range_statistics, x + tile / of_range * values + part * kTileValues, length(part),
                 partials + tile * 3);

@@ -86,9 +86,10 @@ PK_INLINE void add_runs(const BFloat16* const (&from)[kGroups], int64_t pixel_st
 
 // strip_product for kVectors vectors of output channels from k on. The registers are configured.
 template <int kVectors, bool kHasRest, class Finish>
-PK_OUTLINE void amx_block(const BFloat16* in, const ProductPixels<Haloed>& pixels, int64_t images,
-                          const PackedWeights& packed, int64_t taps, const TapRuns& runs,
-                          const AmxParts& rows, int64_t k, const Finish finish) {
+PK_OUTLINE void amx_channels_product(const BFloat16* in, const ProductPixels<Haloed>& pixels,
+                                     int64_t images, const PackedWeights& packed, int64_t taps,
+                                     const TapRuns& runs, const AmxParts& rows, int64_t k,
+                                     const Finish finish) {
   constexpr int kGroups = kSumTiles / kVectors, kMost = std::min(max_tile_rows(kVectors), 8);
   constexpr int64_t kWidth = kVectors * kLanes<float>;
   const int64_t channels = packed.in_channels, step = pixels.step.w * channels;
@@ -154,16 +155,17 @@ PK_INLINE void amx_strip_product(const BFloat16* in, const ProductPixels<Haloed>
   const TapRuns runs(pixels.taps, packed.in_channels);
   const AmxParts rows(pixels.width);
   const ConfiguredTiles configured(product_shapes(rows.pixels, runs.has_rest));
-  for_vector_blocks<float>(
-      packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
-        constexpr int kVectors = decltype(vectors)::value;
-        if (runs.has_rest) {
-          amx_block<kVectors, true>(in, pixels, images, packed, conv.taps(), runs, rows, k, finish);
-        } else {
-          amx_block<kVectors, false>(in, pixels, images, packed, conv.taps(), runs, rows, k,
-                                     finish);
-        }
-      });
+  for_channel_tiles<float>(packed.out_channels, tile_vectors(conv),
+                           [&](auto vectors, int64_t k) PK_LAMBDA {
+                             constexpr int kVectors = decltype(vectors)::value;
+                             if (runs.has_rest) {
+                               amx_channels_product<kVectors, true>(
+                                   in, pixels, images, packed, conv.taps(), runs, rows, k, finish);
+                             } else {
+                               amx_channels_product<kVectors, false>(
+                                   in, pixels, images, packed, conv.taps(), runs, rows, k, finish);
+                             }
+                           });
 }
 
 #endif

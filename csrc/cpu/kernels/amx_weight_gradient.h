@@ -61,7 +61,7 @@ PK_INLINE void transpose_tile(const BFloat16* in, int64_t step, BFloat16* out) {
   std::memcpy(out, square, sizeof square);
 }
 
-// out[block of 16 channels][block of 32 pixels][channel][pixel] = in[pixel][channel], with zeros
+// out[tile of 16 channels][tile of 32 pixels][channel][pixel] = in[pixel][channel], with zeros
 // after the last pixel.
 PK_INLINE void fill_transposed(const BFloat16* in, int64_t channels, const AmxPixels& pixels,
                                BFloat16* out) {
@@ -89,20 +89,20 @@ PK_INLINE void fill_pairs_of_line(const BFloat16* in, int64_t channels, int64_t 
   std::fill(out + filled * 2 * channels, out + pairs * 2 * channels, BFloat16{});
 }
 
-// The factor B of some products, a block of channels for one tap, and the first of their sums.
+// The factor B of some products, a tile of channels for one tap, and the first of their sums.
 struct AmxColumn {
   const BFloat16* pairs;
   float* sums;
 };
 
-// Adds the products of kA blocks of the transposed operand and kB columns, over `steps` steps.
-// Blocks are `block_values` values apart, rows of pairs `pair_bytes`, rows of sums `row_bytes`.
+// Adds the products of kA tiles of the transposed operand and kB columns, over `steps` steps.
+// Tiles are `tile_values` values apart, rows of pairs `pair_bytes`, rows of sums `row_bytes`.
 template <int kA, int kB>
-PK_OUTLINE void add_columns(const BFloat16* transposed, int64_t block_values,
+PK_OUTLINE void add_columns(const BFloat16* transposed, int64_t tile_values,
                             const AmxColumn* columns, int64_t pair_bytes, int64_t steps,
                             int64_t row_bytes) {
   const BFloat16 *a[kA], *b[kB];
-  for (int g = 0; g < kA; ++g) a[g] = transposed + g * block_values;
+  for (int g = 0; g < kA; ++g) a[g] = transposed + g * tile_values;
   for (int v = 0; v < kB; ++v) b[v] = columns[v].pairs;
   const auto sums_at = [&](int index) PK_LAMBDA {
     char* first = reinterpret_cast<char*>(columns[index % kB].sums);
@@ -128,7 +128,7 @@ PK_INLINE void add_most_columns(int count, const Arguments&... arguments) {
   }
 }
 
-// partial[tap][n][w] += the products of all taps with kA blocks of the transposed operand. The
+// partial[tap][n][w] += the products of all taps with kA tiles of the transposed operand. The
 // copies of the other operand are `copy_values` apart.
 template <int kA>
 PK_INLINE void add_taps(const BFloat16* transposed, const BFloat16* copies, int64_t copy_values,
@@ -188,8 +188,8 @@ PK_INLINE bool amx_weight_gradient(const BFloat16* activated, const Haloed& a_op
                          copies + odd * copy_values);
     }
     int64_t n = 0;
-    const auto add = [&](auto blocks) PK_LAMBDA {
-      constexpr int kA = decltype(blocks)::value;
+    const auto add = [&](auto tiles) PK_LAMBDA {
+      constexpr int kA = decltype(tiles)::value;
       add_taps<kA>(transposed + n * pixels.depth, copies, copy_values, pixels, conv, wide_channels,
                    weights, dweight + n * wide_channels);
       n += kA * kMostTileRows;

@@ -14,7 +14,7 @@ template <class T>
 void tile_statistics(const T* x, int64_t pixels, int64_t channels, Accumulate<T>* statistics) {
   using A = Accumulate<T>;
   constexpr int64_t kShortSum = 16;
-  for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
+  for_channel_vectors<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     Vector<A> pivot[kVectors], sum[kVectors] = {}, square[kVectors] = {};
     const int64_t leading = std::min(kShortSum, pixels);

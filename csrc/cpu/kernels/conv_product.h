@@ -59,7 +59,7 @@ PK_INLINE void apply_step(const OutputGradient<T>& dy, bool stores, O* out, int6
   using A = Accumulate<T>;
   const int64_t offset = first_pixel * channels;
   const T* g = dy.tensors.g + offset;
-  for_channel_blocks<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
+  for_channel_vectors<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value;
     const InputGradient<A>* coefficients = dy.coefficients;
     if (coefficients == nullptr) {
@@ -205,9 +205,9 @@ constexpr bool kTilesCrossRows = kRegisters < 32;
 
 // strip_product for kVectors vectors of output channels from k on; if kShares, by shared_tile.
 template <class O, int kVectors, bool kShares, class Finish>
-PK_OUTLINE void block_product(const O* in, const ProductPixels<Haloed>& pixels, int64_t images,
-                              const ConvSizes& conv, const PackedWeights& packed,
-                              int64_t sum_channels, int64_t k, const Finish finish) {
+PK_OUTLINE void channels_product(const O* in, const ProductPixels<Haloed>& pixels, int64_t images,
+                                 const ConvSizes& conv, const PackedWeights& packed,
+                                 int64_t sum_channels, int64_t k, const Finish finish) {
   constexpr int kMost =
       kShares ? max_tile_rows(kVectors) : std::min(max_tile_rows(kVectors), kMostAddresses);
   const int64_t in_channels = packed.in_channels, rows = pixels.rows, width = pixels.width;
@@ -288,18 +288,18 @@ PK_INLINE void strip_product(const O* in, const ProductPixels<Haloed>& pixels, i
 #endif
   const bool shares = packed.finite && conv.kernel_w == kSharedTaps && sum_channels == 0 &&
                       pixels.taps.count == conv.taps() && pixels.step.w == 1;
-  for_vector_blocks<Accumulate<O>>(
+  for_channel_tiles<Accumulate<O>>(
       packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
         constexpr int kVectors = decltype(vectors)::value;
         if constexpr (kSharesValues<kVectors>) {
           if (shares) {
-            block_product<O, kVectors, true>(in, pixels, images, conv, packed, sum_channels, k,
-                                             finish);
+            channels_product<O, kVectors, true>(in, pixels, images, conv, packed, sum_channels, k,
+                                                finish);
             return;
           }
         }
-        block_product<O, kVectors, false>(in, pixels, images, conv, packed, sum_channels, k,
-                                          finish);
+        channels_product<O, kVectors, false>(in, pixels, images, conv, packed, sum_channels, k,
+                                             finish);
       });
 }
 

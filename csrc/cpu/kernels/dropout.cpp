@@ -12,10 +12,10 @@ template <class T>
 void range_bits(const T* drawn, uint8_t* bits, int64_t count) {
   using Word = std::conditional_t<sizeof(T) == 2, uint16_t,
                                   std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
-  constexpr int kBlock = 64;
-  for (int64_t first = 0; first < count; first += kBlock) {
-    const int length = static_cast<int>(std::min<int64_t>(kBlock, count - first));
-    uint8_t kept[kBlock] = {};
+  constexpr int kPart = 64;
+  for (int64_t first = 0; first < count; first += kPart) {
+    const int length = static_cast<int>(std::min<int64_t>(kPart, count - first));
+    uint8_t kept[kPart] = {};
     const auto fill = [&](auto values) PK_LAMBDA {
       for (int i = 0; i < values; ++i) {
         Word word;
@@ -23,8 +23,8 @@ void range_bits(const T* drawn, uint8_t* bits, int64_t count) {
         kept[i] = word != 0;
       }
     };
-    if (length == kBlock) {
-      fill(std::integral_constant<int, kBlock>{});
+    if (length == kPart) {
+      fill(std::integral_constant<int, kPart>{});
     } else {
       fill(length);
     }
@@ -41,10 +41,10 @@ void range_bits(const T* drawn, uint8_t* bits, int64_t count) {
 template <class T>
 void range_dropout(T* values, const uint8_t* bits, const Accumulate<T> (*noise)[8], int64_t count) {
   using A = Accumulate<T>;
-  constexpr int kBlock = std::max(8, kLanes<A>);
-  for (int64_t first = 0; first < count; first += kBlock) {
-    A factors[kBlock];
-    const int64_t length = std::min<int64_t>(kBlock, count - first);
+  constexpr int kPart = std::max(8, kLanes<A>);
+  for (int64_t first = 0; first < count; first += kPart) {
+    A factors[kPart];
+    const int64_t length = std::min<int64_t>(kPart, count - first);
     for (int at = 0; at < length; at += 8) {
       std::memcpy(factors + at, noise[bits[(first + at) / 8]], sizeof *noise);
     }

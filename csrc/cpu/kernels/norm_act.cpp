@@ -74,7 +74,7 @@ void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_
   using A = Accumulate<T>;
   std::fill(sums, sums + 2 * channels, 0.0);
   with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
-    for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
+    for_channel_vectors<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
       constexpr int kVectors = decltype(vectors)::value;
       const NormVectors<A, kVectors> n(norm, c, lanes, true);
       MaskedGradient<T, kVectors, decltype(is_relu)::value> gradient;
@@ -117,7 +117,7 @@ void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>
   T* dx = tile.dx;
   const auto run = [&](auto is_relu) PK_LAMBDA {
     constexpr bool kRelu = decltype(is_relu)::value;
-    for_channel_blocks<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
+    for_channel_vectors<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
       constexpr int kVectors = decltype(vectors)::value;
       const NormVectors<A, kVectors> n(norm, first, lanes, kMask);
       Vector<A> a[kVectors], b[kVectors], c[kVectors];

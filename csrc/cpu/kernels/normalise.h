@@ -6,7 +6,7 @@
 
 PK_BEGIN_ISA
 
-// Mean, scale and bias of the channels that a block of vectors covers.
+// Mean, scale and bias of the channels that some vectors cover.
 template <class A, int kVectors>
 struct NormVectors {
   Vector<A> mean[kVectors], scale[kVectors], bias[kVectors];
@@ -27,7 +27,7 @@ template <class T, class Y, class A>
 PK_INLINE void normalise(const T* x, Y* y, int64_t step, int64_t pixels, int64_t channels,
                          const NormRow<A>& norm) {
   const auto run = [&](auto is_relu) PK_LAMBDA {
-    for_channel_blocks<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
+    for_channel_vectors<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
       constexpr int kVectors = decltype(vectors)::value;
       const NormVectors<A, kVectors> n(norm, c, lanes, true);
       for (int64_t p = 0; p < pixels; ++p) {

@@ -24,7 +24,7 @@ PK_INLINE bool has_rows_of_words(const ConvWeight<T>& weight) {
   return std::is_same_v<T, O> && weight.stride_c == 1;
 }
 
-// packed[block of k][tap][c / depth][k in block][c % depth] = weight[k][c][tap], where depth is
+// packed[tile of k][tap][c / depth][k in tile][c % depth] = weight[k][c][tap], where depth is
 // kDepth, for at most kPackedChannels input channels from `first` on.
 template <class T>
 void pack(const ConvWeight<T>& weight, const ConvSizes& conv, int64_t in_channels,
@@ -33,12 +33,12 @@ void pack(const ConvWeight<T>& weight, const ConvSizes& conv, int64_t in_channel
   using O = Operand<T>;
   constexpr int kWords = kLanes<float>, kDepthOfWord = kDepth<O>;
   const int64_t end = std::min(first + kPackedChannels, in_channels);
-  for_vector_blocks<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
+  for_channel_tiles<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
     constexpr int kWidth = decltype(vectors)::value * kLanes<A>;
-    O* block = static_cast<O*>(packed) + k * conv.taps() * in_channels;
+    O* tile = static_cast<O*>(packed) + k * conv.taps() * in_channels;
     for (int64_t t = 0; t < conv.taps(); ++t) {
       const T* from = weight.values + weight.taps[t] + k * weight.stride_k;
-      O* to = block + t * in_channels * kWidth;
+      O* to = tile + t * in_channels * kWidth;
       int64_t c = first;
       if (has_rows_of_words<T, O>(weight)) {
         constexpr int kSquare = kWords * kDepthOfWord;

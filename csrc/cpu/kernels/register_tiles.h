@@ -61,9 +61,9 @@ PK_INLINE void with_rows(int64_t rows, const Body& body) {
   }
 }
 
-// Calls body(vectors, first channel) for blocks of at most `most` vectors that cover `channels`.
+// Calls body(vectors, first channel) for tiles of at most `most` vectors that cover `channels`.
 template <class A, class Body>
-PK_INLINE void for_vector_blocks(int64_t channels, int most, const Body& body) {
+PK_INLINE void for_channel_tiles(int64_t channels, int most, const Body& body) {
   int64_t c = 0;
   while (c < channels) {
     const int64_t left = (channels - c) / kLanes<A>;

@@ -191,11 +191,11 @@ PK_INLINE void transpose(FullBits (&square)[kLanes<float>]) {
   }
 }
 
-// Calls body(vectors, first channel, lanes) for blocks that cover all channels: first blocks of 4
-// vectors, then of 1, then one partly filled vector. `vectors` is a constant, and so is `lanes`
+// Calls body(vectors, first channel, lanes) for vectors that cover all channels: first 4
+// at a time, then 1, then one partly filled vector. `vectors` is a constant, and so is `lanes`
 // except in the last call.
 template <class A, class Body>
-PK_INLINE void for_channel_blocks(int64_t channels, const Body& body) {
+PK_INLINE void for_channel_vectors(int64_t channels, const Body& body) {
   constexpr int lanes = kLanes<A>;
   int64_t c = 0;
   for (; c + 4 * lanes <= channels; c += 4 * lanes) {

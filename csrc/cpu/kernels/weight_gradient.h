@@ -144,7 +144,7 @@ PK_INLINE void add_tap(const PixelRows<O>& narrow, const PixelRows<O>& wide, con
   using A = Accumulate<O>;
   alignas(64) static constexpr O kZeros[kMaxVectors * kLanes<A>] = {};
   const int64_t narrow_step = kDepth<O> * narrow.step, wide_step = kDepth<O> * wide.step;
-  for_vector_blocks<A>(wide.channels, kMaxVectors, [&](auto vectors, int64_t first) PK_LAMBDA {
+  for_channel_tiles<A>(wide.channels, kMaxVectors, [&](auto vectors, int64_t first) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value, kMost = max_tile_rows(kVectors);
     int64_t n = 0;
     while (n < narrow.channels) {

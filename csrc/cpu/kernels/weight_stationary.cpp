@@ -149,7 +149,7 @@ PK_INLINE void stationary_products(const StationaryTask<T>& task, const ForPixel
   O* packed = static_cast<O*>(task.packed);
   const int64_t most = packed_channels<T>(conv, task.in_channels);
   const int64_t out_channels = std::min(task_channels<T>(conv), task.out_channels - task.channel);
-  for_vector_blocks<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
+  for_channel_tiles<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
     constexpr int kVectors = decltype(vectors)::value, kWidth = kVectors * kLanes<A>;
     constexpr int kWhole = std::min(max_tile_rows(kVectors), 8);
     k += task.channel;

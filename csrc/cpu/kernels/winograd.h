@@ -282,7 +282,7 @@ PK_INLINE void winograd_product(const A* in, const ProductPixels<Haloed>& pixels
           transform_pixels(from, operand.pitch(), channels, range.columns, step,
                            memory + i * range.columns * channels);
         }
-        for_vector_blocks<A>(
+        for_channel_tiles<A>(
             packed.out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
               constexpr int kVectors = decltype(vectors)::value, kWidth = kVectors * kLanes<A>;
               const A* u =
@@ -401,7 +401,7 @@ PK_OUTLINE void merge_transformed(A* sums, int64_t parts, int64_t part, int64_t 
   }
 }
 
-// u[block of k][position][c][k in block] = G g G^T for the packed weights g of input channels from
+// u[tile of k][position][c][k in tile] = G g G^T for the packed weights g of input channels from
 // `first` to `end`. `found` gets the sums of squares of each tap: NaN if a weight is zero.
 template <class A>
 void transform_group(const A* packed, const ConvSizes& conv, int64_t in_channels,
@@ -415,7 +415,7 @@ void transform_group(const A* packed, const ConvSizes& conv, int64_t in_channels
     to[2] = ((g0 + g2) - g1) * half;
     to[3] = g2;
   };
-  for_vector_blocks<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
+  for_channel_tiles<A>(out_channels, tile_vectors(conv), [&](auto vectors, int64_t k) PK_LAMBDA {
     constexpr int kWidth = decltype(vectors)::value * kLanes<A>;
     const int64_t step = in_channels * kWidth;
     for (int64_t at = first * kWidth; at < end * kWidth; at += kLanes<A>) {
