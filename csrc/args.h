@@ -12,21 +12,29 @@ struct ImageSizes {
   int64_t pixels() const { return images * height * width; }
 };
 
-// The activations of preact_kernels/kernels/contract.py, in its order.
+// Calls macro(Name, "name") for ACTIVATIONS of Python, in its order. For each, activation.cpp and
+// activation.cuh define a struct `Name`; without it they do not compile.
+// clang-format off
+#define PK_FOR_EACH_ACTIVATION(macro) \
+  macro(Relu, "relu")                 \
+  macro(LeakyRelu, "leaky_relu")      \
+  macro(Identity, "identity")         \
+  macro(Relu6, "relu6")               \
+  macro(Silu, "silu")                 \
+  macro(Gelu, "gelu")                 \
+  macro(GeluTanh, "gelu_tanh")        \
+  macro(Elu, "elu")                   \
+  macro(Hardswish, "hardswish")       \
+  macro(Mish, "mish")                 \
+  macro(Softplus, "softplus")         \
+  macro(Sigmoid, "sigmoid")           \
+  macro(Tanh, "tanh")
+// clang-format on
+
 enum class ActivationKind {
-  kRelu,
-  kLeakyRelu,
-  kIdentity,
-  kRelu6,
-  kSilu,
-  kGelu,
-  kGeluTanh,
-  kElu,
-  kHardswish,
-  kMish,
-  kSoftplus,
-  kSigmoid,
-  kTanh
+#define PK_ENUMERATOR(Name, name) k##Name,
+  PK_FOR_EACH_ACTIVATION(PK_ENUMERATOR)
+#undef PK_ENUMERATOR
 };
 
 struct Activation {

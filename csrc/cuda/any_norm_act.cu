@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
     load_rows(x, p.x + at, stride, steps);
     load_rows(dy, p.dy + at, stride, steps);
     // dy becomes g.
-    for_activation_kind(p.activation.kind, [&](auto kind) {
+    with_activation(p.activation, [&](const auto& function) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         float value[kWidth], g[kWidth];
@@ -90,8 +90,7 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
         dy[s].unpack(g);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          g[i] = activation_gradient<decltype(kind)::value>(g[i], rounded<T>(norm(value[i], i)),
-                                                            p.activation.parameter);
+          g[i] = function.gradient(rounded<T>(norm(value[i], i)), g[i]);
         }
         dy[s].pack(g);
       }

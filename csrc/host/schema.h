@@ -37,10 +37,9 @@
 namespace preact_kernels {
 
 inline Activation activation_of(const std::string& name, double parameter) {
-  // In the order of ActivationKind.
-  static constexpr const char* kNames[] = {
-      "relu", "leaky_relu", "identity", "relu6",    "silu",    "gelu", "gelu_tanh",
-      "elu",  "hardswish",  "mish",     "softplus", "sigmoid", "tanh"};
+#define PK_NAME(Name, name) name,
+  static constexpr const char* kNames[] = {PK_FOR_EACH_ACTIVATION(PK_NAME)};
+#undef PK_NAME
   int kind = 0;
   for (const char* known : kNames) {
     if (name == known) return {static_cast<ActivationKind>(kind), parameter};

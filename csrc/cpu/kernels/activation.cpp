@@ -1,4 +1,4 @@
-// The activations of preact_kernels/kernels/contract.py and their derivatives, on vectors.
+// Activations and their derivatives, on vectors.
 //
 // exp, expm1, log1p, erf and tanh are within about 2 units in the last place. The formulas of the
 // activations are PyTorch's: they decide what becomes of NaN and infinity.
@@ -157,7 +157,8 @@ PK_INLINE Vector<A> sigmoid_of(Vector<A> v) {
   return 1 / (1 + exp_of<A>(-v));
 }
 
-// In each of these structs value(p) = act(p) and gradient(p, dy) = dy * act'(p).
+// The structs of PK_FOR_EACH_ACTIVATION: value(p) = act(p) and gradient(p, dy) = dy * act'(p). The
+// member of a struct is the parameter of the activation.
 template <class A>
 struct Relu {
   using V = Vector<A>;
@@ -297,29 +298,27 @@ struct Tanh {
   }
 };
 
+// A function with this parameter, if it has one.
+template <class Function, class A>
+PK_INLINE Function with_parameter(A parameter) {
+  if constexpr (std::is_empty_v<Function>) {
+    return {};
+  } else {
+    return {parameter};
+  }
+}
+
 // Calls body(function) with one of these structs.
 template <class A, class Body>
 PK_INLINE void with_activation(const Activation& activation, const Body& body) {
   const A parameter = static_cast<A>(activation.parameter);
-#define PK_CASE(name, ...)      \
-  case ActivationKind::k##name: \
-    return body(name<A>{__VA_ARGS__});
   switch (activation.kind) {
-    PK_CASE(Relu)
-    PK_CASE(LeakyRelu, parameter)
-    PK_CASE(Identity)
-    PK_CASE(Relu6)
-    PK_CASE(Silu)
-    PK_CASE(Gelu)
-    PK_CASE(GeluTanh)
-    PK_CASE(Elu, parameter)
-    PK_CASE(Hardswish)
-    PK_CASE(Mish)
-    PK_CASE(Softplus, parameter)
-    PK_CASE(Sigmoid)
-    PK_CASE(Tanh)
-  }
+#define PK_CASE(Name, name)     \
+  case ActivationKind::k##Name: \
+    return body(with_parameter<Name<A>>(parameter));
+    PK_FOR_EACH_ACTIVATION(PK_CASE)
 #undef PK_CASE
+  }
 }
 
 // values = act(values).
