@@ -107,14 +107,10 @@ void merge_groups(const A* tiles, const PixelTiles& sizes, int64_t channels, int
     const A *pivot = tiles + t * 3 * channels, *sum = pivot + channels, *square = sum + channels;
     const double n = static_cast<double>(sizes.length(t));
     for (int64_t c = 0; c < channels; ++c) {
-      const double from_pivot = sum[c] / n, d = pivot[c] + from_pivot - mean[c];
-      squares[c] += (square[c] - sum[c] * from_pivot) + n * d * d;
+      squares[c] += squares_around(mean[c], pivot[c], sum[c], square[c], sum[c] / n, n);
     }
   }
-  for (int64_t i = 0; i < groups; ++i) {
-    const double sum = total(squares, i);
-    fill(var_out, i, sum < 0 ? 0 : sum / count);  // not std::max: NaN must stay NaN
-  }
+  for (int64_t i = 0; i < groups; ++i) fill(var_out, i, variance_of(total(squares, i), count));
 }
 
 template <class A>

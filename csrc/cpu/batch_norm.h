@@ -114,6 +114,19 @@ struct BatchTiles {
   int64_t length(int64_t tile) const { return tiles.length(tile % of_image); }
 };
 
+// The sum of squares around `mean` of the n values x of a tile, from sum(d) and sum(d^2) for
+// d = x - pivot. from_pivot is sum(d) / n.
+template <class A>
+double squares_around(double mean, A pivot, A sum, A square, double from_pivot, double n) {
+  const double d = pivot + from_pivot - mean;
+  return (square - sum * from_pivot) + n * d * d;
+}
+
+// Not std::max: NaN must stay NaN.
+inline double variance_of(double squares, double count) {
+  return squares < 0 ? 0 : squares / count;
+}
+
 // Sums per channel over tiles of pixels, for mean and variance. A tile sums d = x - pivot, where
 // the pivot is the mean of its first k pixels. The correction sum(d)^2 / n, which the end
 // subtracts, is usually 1 / k of the result, and never more than n / k times the result.
@@ -149,15 +162,12 @@ struct TileStatistics {
       const A* square = sum + channels;
       const double n = static_cast<double>(pixels[t]), inv_n = 1 / n;
       for (int64_t c = 0; c < channels; ++c) {
-        const double from_pivot = sum[c] * inv_n;
-        const double d = pivot[c] + from_pivot - mean[c];
-        squares[c] += (square[c] - sum[c] * from_pivot) + n * d * d;
+        squares[c] += squares_around(mean[c], pivot[c], sum[c], square[c], sum[c] * inv_n, n);
       }
     }
     for (int64_t c = 0; c < channels; ++c) {
       mean_out[c] = static_cast<A>(mean[c]);
-      // Not std::max: NaN must stay NaN.
-      var_out[c] = static_cast<A>(squares[c] < 0 ? 0 : squares[c] / count);
+      var_out[c] = static_cast<A>(variance_of(squares[c], count));
     }
   }
 };

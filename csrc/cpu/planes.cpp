@@ -1,8 +1,8 @@
 #include "planes.h"
 
 #include "dtypes.h"
+#include "kernels.h"
 #include "parallel.h"
-#include "plane_kernels.h"
 
 namespace preact_kernels {
 
@@ -79,11 +79,10 @@ struct RangeStatistics {
     for_each_tile([&](const A* tile, double n) { sum += n * (tile[0] - origin) + tile[1]; });
     const double mean = origin + sum / total;
     for_each_tile([&](const A* tile, double n) {
-      const double from_pivot = tile[1] / n, d = tile[0] + from_pivot - mean;
-      squares += (tile[2] - tile[1] * from_pivot) + n * d * d;
+      squares += squares_around(mean, tile[0], tile[1], tile[2], tile[1] / n, n);
     });
     *mean_out = static_cast<A>(mean);
-    *var_out = static_cast<A>(squares < 0 ? 0 : squares / total);  // NaN stays NaN
+    *var_out = static_cast<A>(variance_of(squares, total));
   }
 };
 

@@ -277,12 +277,6 @@ void launch(const char* name, void (*kernel)(Params), dim3 thread_blocks, dim3 t
   void* arguments[] = {const_cast<Params*>(&params)};
   check_cuda(name, cudaLaunchKernelExC(&config, function, arguments));
 }
-template <class Params>
-void launch(const char* name, void (*kernel)(Params), dim3 thread_blocks, dim3 threads,
-            size_t shared_bytes, cudaStream_t stream, const Params& params, bool is_dependent) {
-  launch(name, kernel, thread_blocks, threads, shared_bytes, stream, params,
-         is_dependent ? LaunchKind::kDependent : LaunchKind::kPlain);
-}
 // Fills memory with zeros, in the order of the stream.
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t stream) {
   check_cuda("cudaMemsetAsync", cudaMemsetAsync(memory, 0, bytes, stream));

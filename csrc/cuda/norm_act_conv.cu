@@ -159,7 +159,7 @@ void launch_norm_act_conv_forward(const Unit& unit, const Inputs& inputs, const 
                                   plan.grid,
                                   workspace.has_launched};
   launch("norm_act_conv_forward", plan.kernel, plan.thread_blocks, kThreads, plan.shared_bytes,
-         on.stream, params, params.is_dependent);
+         on.stream, params, workspace.launch_kind());
   workspace.has_launched = true;
 }
 
@@ -220,7 +220,8 @@ void launch_norm_act_conv_backward(const Unit& unit, const Gradient& given, cons
       params.partials = mutable_data<float>(*memory);
     }
     launch(task.of_weight ? "norm_act_conv_backward" : "norm_act_conv_backward_input", plan.kernel,
-           plan.thread_blocks, kThreads, plan.shared_bytes, on.stream, params, params.is_dependent);
+           plan.thread_blocks, kThreads, plan.shared_bytes, on.stream, params,
+           workspace.launch_kind());
     workspace.has_launched = true;
     if (task.of_weight) keep_partials(workspace, partials, *memory, on.stream);
   }

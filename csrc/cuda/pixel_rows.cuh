@@ -120,6 +120,29 @@ __device__ inline void load_rows(Vector<T, kWidth> (&to)[kSteps], const T* from,
   }
 }
 
+// The first `columns` values of shared[i], [kValues, kThreads], become the sums of values[i] over
+// the threads of a column; thread t is in column t % columns of `rows` rows.
+template <int kValues>
+__device__ inline void sum_over_rows(const double (&values)[kValues], int rows, int columns,
+                                     double* shared) {
+  const int thread = threadIdx.x, row = thread / columns;
+  __syncthreads();  // all threads have read an earlier sum
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) shared[i * kThreads + thread] = values[i];
+  for (int left = rows; left > 1;) {
+    const int half = (left + 1) / 2;
+    __syncthreads();
+    if (row + half < left) {  // implies row < half
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        shared[i * kThreads + thread] += shared[i * kThreads + thread + half * columns];
+      }
+    }
+    left = half;
+  }
+  __syncthreads();
+}
+
 // The pixels and channels of a thread: kSteps pixels of kWidth channels at a time.
 template <int kWidth, int kSteps>
 struct ThreadRows {

@@ -38,24 +38,9 @@ constexpr size_t kThreadBlockSumBytes = kThreads * sizeof(double);
 template <int kValues>
 __device__ inline void sum_over_thread_block(double (&values)[kValues], const PixelRows& rows) {
   double* shared = reinterpret_cast<double*>(dynamic_shared());  // [kValues, kThreads]
-  const int thread = threadIdx.x, row = thread / rows.columns;
-  __syncthreads();  // all threads have read an earlier sum
+  sum_over_rows(values, rows.thread_block_pixels, rows.columns, shared);
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) shared[i * kThreads + thread] = values[i];
-  for (int left = rows.thread_block_pixels; left > 1;) {
-    const int half = (left + 1) / 2;
-    __syncthreads();
-    if (row + half < left) {  // implies row < half
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        shared[i * kThreads + thread] += shared[i * kThreads + thread + half * rows.columns];
-      }
-    }
-    left = half;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) values[i] = shared[i * kThreads + thread];
+  for (int i = 0; i < kValues; ++i) values[i] = shared[i * kThreads + threadIdx.x];
 }
 
 // Adds two numbers of each channel over the grid: values[i] and values[kWidth + i] for channel i of

@@ -51,21 +51,7 @@ __device__ void add_up(const WeightGradientPartials& p, double* shared) {
         for (int i = 0; i < kVector; ++i) sums[i] += part[i];
       }
     }
-    __syncthreads();  // an earlier sum was read
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) shared[i * kThreads + threadIdx.x] = sums[i];
-    for (int left = slices; left > 1;) {
-      const int half = (left + 1) / 2;
-      __syncthreads();
-      if (slice + half < left) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          shared[i * kThreads + threadIdx.x] += shared[i * kThreads + threadIdx.x + half * lanes];
-        }
-      }
-      left = half;
-    }
-    __syncthreads();
+    sum_over_rows(sums, slices, lanes, shared);
     if (slice != 0 || column >= width) continue;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {

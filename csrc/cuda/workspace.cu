@@ -165,7 +165,7 @@ void launch_finish_gradients(Workspace& workspace, const Tensor* sums, cudaStrea
     for_dtype(workspace.dtype, [&](auto value) {
       launch("finish_gradients", finish_gradients_kernel<decltype(value)>,
              dim3(thread_blocks, rows), kThreads, kPartialsBytes, stream, params,
-             workspace.has_launched);
+             workspace.launch_kind());
     });
     workspace.has_launched = true;
   } while (next < workspace.partials.size());
@@ -206,7 +206,7 @@ void launch_postponed(Workspace& workspace, cudaStream_t stream) {
     }
     launch("norm_act_conv_weight_gradients", plan.weight_gradients_kernel,
            dim3(plan.thread_blocks, unsigned(same.size())), kThreads, plan.shared_bytes, stream,
-           gradients, workspace.has_launched);
+           gradients, workspace.launch_kind());
     workspace.has_launched = true;
   }
   workspace.postponed.clear();

@@ -32,6 +32,11 @@ struct Workspace {
   int64_t partials_bytes = 0;
   std::vector<PostponedWeightGradient> postponed;
   int64_t postponed_bytes = 0;
+
+  // How to launch a kernel that calls `wait_for_predecessors`.
+  cuda::LaunchKind launch_kind() const {
+    return has_launched ? cuda::LaunchKind::kDependent : cuda::LaunchKind::kPlain;
+  }
 };
 
 // The most bytes of partial sums, and of the inputs of postponed weight gradients, that are kept.

@@ -190,12 +190,6 @@ void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
                         tiles_of(params, 0), kind == LaunchKind::kCooperative},
                        [kernel, params] { kernel(params); });
 }
-template <class Params>
-void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
-            size_t shared_bytes, cudaStream_t stream, const Params& params, bool is_dependent) {
-  launch(name, kernel, blocks, threads, shared_bytes, stream, params,
-         is_dependent ? LaunchKind::kDependent : LaunchKind::kPlain);
-}
 inline void fill_zeros(void* memory, size_t bytes, cudaStream_t) {
   cuda_on_host::launch(
       {"fill_zeros", 1, 1, 0, &memory, sizeof(memory), bytes, false, nullptr, 0, false},

@@ -224,10 +224,11 @@ const char* run_chain(const float* in, float* out, int variant, bool is_dependen
   std::fill(first, first + 8 * kThreads, NAN);
   std::fill(second, second + 8 * kThreads, NAN);
   const ChainParams params{in, first, second, out, variant};
+  const LaunchKind kind = is_dependent ? LaunchKind::kDependent : LaunchKind::kPlain;
   return run_all([&] {
     launch("first", first_kernel, 8, kThreads, 0, nullptr, params);
-    launch("second", second_kernel, 8, kThreads, 0, nullptr, params, is_dependent);
-    launch("third", third_kernel, 8, kThreads, kThreads * 4, nullptr, params, is_dependent);
+    launch("second", second_kernel, 8, kThreads, 0, nullptr, params, kind);
+    launch("third", third_kernel, 8, kThreads, kThreads * 4, nullptr, params, kind);
   });
 }
 PK_ENTRY chain(const float* in, float* out, int variant) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "../kernels.h"
-#include "../plane_kernels.h"
 #include "simd.h"
 
 PK_BEGIN_ISA
