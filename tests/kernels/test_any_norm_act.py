@@ -3,6 +3,8 @@
 Without a GPU the CUDA kernels run on the host (`testbed/cuda_on_host/`).
 """
 
+import re
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from preact_kernels.activations import ACTIVATIONS, Activation, activate, activa
 from preact_kernels.kernels import reference
 from preact_kernels.kernels.contract import AffineStep, Gradient, Norm, statistics_dtype
 from preact_kernels.ops import dispatch
+from testbed.host_compiler import ROOT
 from tests.cases import INF, NAN, SERVED_DTYPES, gradient_on_gpu, served_by_vectors
 from tests.kernels.cuda_conv_cases import set_schedule
 from tests.kernels.op_cases import NORM_OPS, arguments, check_ops, random_images, run
@@ -44,6 +47,12 @@ def of_kernels(p, dy, activation):
     step = AffineStep(None, x, norm, sums, 0.0)
     assert same_bits(g, kernels().norm_input_gradient(Gradient(gradient, step), True))
     return y.flatten(), g.flatten()
+
+
+def test_compiled_libraries_have_the_activations_of_python():
+    rows = re.findall(r'^  macro\(\w+, "(\w+)"\)', (ROOT / "csrc/args.h").read_text(), re.M)
+    assert rows == list(ACTIVATIONS)
+    assert PARAMETERS.keys() == {name for name, default in ACTIVATIONS.items() if default}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
