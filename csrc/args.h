@@ -28,7 +28,8 @@ struct ImageSizes {
   macro(Mish, "mish")                 \
   macro(Softplus, "softplus")         \
   macro(Sigmoid, "sigmoid")           \
-  macro(Tanh, "tanh")
+  macro(Tanh, "tanh")                 \
+  macro(Softsign, "softsign")
 // clang-format on
 
 enum class ActivationKind {

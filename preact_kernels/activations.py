@@ -72,6 +72,10 @@ def _input_in_place(input, /):
     return input, 0.0, True
 
 
+def _input_or_keyword(input):
+    return input, 0.0, False
+
+
 def _input_and_inplace(input, inplace=False):
     return input, 0.0, inplace
 
@@ -103,6 +107,12 @@ def _softplus(input, beta=1, threshold=20):
 def _in_place(read: Callable) -> Callable:
     """The reader for a function that is always in place, of the reader for one that may be."""
     return lambda *args, **kwargs: read(*args, **{**kwargs, "inplace": True})
+
+
+def _softsign_gradient(dy: Tensor, p: Tensor) -> Tensor:
+    """As autograd computes it: ATen has no softsign, and `F.softsign` is `p / (1 + abs(p))`."""
+    d = 1 + p.abs()
+    return dy / d - dy * (p / d / d) * p.sgn()
 
 
 _SOFTPLUS_THRESHOLD = 20.0  # default of PyTorch, in units of beta * p
@@ -220,6 +230,13 @@ ACTIVATIONS: dict[str, Row] = {
             **dict.fromkeys((torch.tanh, Tensor.tanh), _input),
             **dict.fromkeys((torch.tanh_, Tensor.tanh_), _input_in_place),
         },
+    ),
+    "softsign": Row(
+        "Softsign",
+        lambda p, _: F.softsign(p),
+        lambda dy, p, _: _softsign_gradient(dy, p),
+        nn.Softsign,
+        {F.softsign: _input_or_keyword},
     ),
 }
 

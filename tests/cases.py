@@ -263,6 +263,7 @@ ACTIVATIONS: dict[str, tuple[str | tuple[str, float], Callable[[Tensor], Tensor]
     "softplus_4": (("softplus", 4.0), partial(F.softplus, beta=4.0)),
     "sigmoid": ("sigmoid", torch.sigmoid),
     "tanh": ("tanh", torch.tanh),
+    "softsign": ("softsign", F.softsign),
 }
 needs_entry_points = pytest.mark.skipif(
     "preact_kernels" not in importlib.metadata.entry_points(group="torch_dynamo_backends").names,

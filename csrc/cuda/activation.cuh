@@ -151,6 +151,15 @@ struct Tanh {
   }
 };
 
+struct Softsign {
+  __device__ float value(float p) const { return p / (1.0f + fabsf(p)); }
+  // Infinity gives NaN, from 0 * p.
+  __device__ float gradient(float p, float dy) const {
+    const float inverse = (1.0f + 0.0f * p) / (1.0f + fabsf(p));
+    return dy * inverse * inverse;
+  }
+};
+
 }  // namespace activations
 
 // A function with this parameter, if it has one.

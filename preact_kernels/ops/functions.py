@@ -39,9 +39,9 @@ def group_norm_act(
         weight: `[C]` in the dtype of `x` or float32, or None for ones.
         bias: `[C]` in the dtype of `x` or float32, or None for zeros.
         activation: `"relu"`, `"leaky_relu"`, `"identity"`, `"relu6"`, `"silu"`, `"gelu"`,
-            `"gelu_tanh"`, `"elu"`, `"hardswish"`, `"mish"`, `"softplus"`, `"sigmoid"` or `"tanh"`;
-            or a tuple of the name and its parameter: the slope of leaky_relu, alpha of elu, beta
-            of softplus.
+            `"gelu_tanh"`, `"elu"`, `"hardswish"`, `"mish"`, `"softplus"`, `"sigmoid"`, `"tanh"`
+            or `"softsign"`; or a tuple of the name and its parameter: the slope of leaky_relu,
+            alpha of elu, beta of softplus.
         scale: `[N, C]` or `[N, C, 1, ...]` in the dtype of `x` or float32; None for zeros.
         shift: as `scale`.
         eps: added to the variance.

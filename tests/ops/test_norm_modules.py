@@ -121,6 +121,7 @@ ACTIVATIONS = {
     "softplus": nn.Softplus(4),
     "sigmoid": nn.Sigmoid(),
     "tanh": nn.Tanh(),
+    "softsign": nn.Softsign(),
 }
 
 

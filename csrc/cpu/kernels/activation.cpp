@@ -298,6 +298,17 @@ struct Tanh {
   }
 };
 
+template <class A>
+struct Softsign {
+  using V = Vector<A>;
+  PK_INLINE V value(V p) const { return p / (1 + magnitude_of(p)); }
+  // Infinity gives NaN, from 0 * p.
+  PK_INLINE V gradient(V p, V dy) const {
+    const V inverse = (1 + 0 * p) / (1 + magnitude_of(p));
+    return dy * inverse * inverse;
+  }
+};
+
 // A function with this parameter, if it has one.
 template <class Function, class A>
 PK_INLINE Function with_parameter(A parameter) {

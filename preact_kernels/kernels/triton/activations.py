@@ -138,6 +138,8 @@ def activate(p, parameter, ACTIVATION: tl.constexpr):
         return tl.where(scaled > _SOFTPLUS_THRESHOLD, p, value)
     elif ACTIVATION == "sigmoid":
         return sigmoid(p)
+    elif ACTIVATION == "softsign":
+        return p / (1 + tl.abs(p))
     else:
         tl.static_assert(ACTIVATION == "tanh")
         return tanh(p)
@@ -182,6 +184,9 @@ def activation_gradient(dy, p, parameter, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "sigmoid":
         gate, rest = sigmoid_and_rest(p)
         return dy * (gate * rest)
+    elif ACTIVATION == "softsign":
+        inverse = (1 + 0 * p) / (1 + tl.abs(p))  # infinity gives NaN
+        return dy * inverse * inverse
     else:
         tl.static_assert(ACTIVATION == "tanh")
         e = exp(-2 * tl.abs(p))
