@@ -190,7 +190,7 @@ def cuda_launches(
     def listen(met: serve_cpu.Launch) -> None:
         words = struct.unpack(f"{len(met.params) // 8}Q", met.params[: len(met.params) // 8 * 8])
         addresses = [w for w in words if serve_cpu.tensor_at(w)]
-        grid = _grid(met.blocks)
+        grid = _grid(met.thread_blocks)
         launch = Launch(
             met.name,
             grid,

@@ -20,9 +20,9 @@
 #define __grid_constant__
 
 #define threadIdx (cuda_on_host::position->thread)
-#define blockIdx (cuda_on_host::position->block)
+#define blockIdx (cuda_on_host::position->thread_block)
 #define blockDim (cuda_on_host::position->threads)
-#define gridDim (cuda_on_host::position->blocks)
+#define gridDim (cuda_on_host::position->thread_blocks)
 
 // The line of the call, as a default argument.
 #define PK_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
@@ -76,11 +76,11 @@ T __shfl_sync(unsigned mask, T value, int lane, PK_SITE) {
   return own.result;
 }
 
-// Blocks communicate here: others may run before and after each of these.
+// Thread blocks communicate here: others may run before and after each of these.
 inline void __threadfence() { cuda_on_host::yield(); }
 template <class T>
 T atomicAdd(T* address, std::decay_t<T> value) {
-  static_assert(std::is_integral_v<T>, "sums of floats depend on the order of the blocks");
+  static_assert(std::is_integral_v<T>, "sums of floats depend on the order of the thread blocks");
   cuda_on_host::yield();
   const T before = *address;
   *address += value;
@@ -182,10 +182,10 @@ int tiles_of(const Params&, long) {
 enum class LaunchKind { kPlain, kDependent, kCooperative };
 
 template <class Params>
-void launch(const char* name, void (*kernel)(Params), dim3 blocks, dim3 threads,
+void launch(const char* name, void (*kernel)(Params), dim3 thread_blocks, dim3 threads,
             size_t shared_bytes, cudaStream_t, const Params& params,
             LaunchKind kind = LaunchKind::kPlain) {
-  cuda_on_host::launch({name, blocks, threads, shared_bytes, &params, sizeof(Params), 0,
+  cuda_on_host::launch({name, thread_blocks, threads, shared_bytes, &params, sizeof(Params), 0,
                         kind == LaunchKind::kDependent, reinterpret_cast<const void*>(kernel),
                         tiles_of(params, 0), kind == LaunchKind::kCooperative},
                        [kernel, params] { kernel(params); });

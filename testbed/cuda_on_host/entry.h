@@ -30,11 +30,11 @@ const char* run_all(const Body& launches) {
 }
 
 template <class Params>
-const char* run(const char* name, void (*kernel)(Params), unsigned blocks, unsigned threads,
+const char* run(const char* name, void (*kernel)(Params), unsigned thread_blocks, unsigned threads,
                 size_t shared_bytes, const Params& params,
                 preact_kernels::cuda::LaunchKind kind = preact_kernels::cuda::LaunchKind::kPlain) {
   return run_all([&] {
-    preact_kernels::cuda::launch(name, kernel, dim3(blocks), dim3(threads), shared_bytes, nullptr,
-                                 params, kind);
+    preact_kernels::cuda::launch(name, kernel, dim3(thread_blocks), dim3(threads), shared_bytes,
+                                 nullptr, params, kind);
   });
 }

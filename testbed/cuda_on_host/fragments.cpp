@@ -80,8 +80,8 @@ struct ConversionParams {
   bool is_mask;
 };
 
-// out = in, rounded to T, or to TF32 if T is float. Even blocks convert pairs, odd ones single
-// values. If `is_mask`, pairs become 1 where they are not zero.
+// out = in, rounded to T, or to TF32 if T is float. Even thread blocks convert pairs, odd ones
+// single values. If `is_mask`, pairs become 1 where they are not zero.
 template <class T>
 __global__ void conversion_kernel(ConversionParams p) {
   const unsigned i = (blockIdx.x * 32 + threadIdx.x) * 2;
@@ -177,12 +177,12 @@ PK_ENTRY product(int type, const void* a, const void* b, float* d, bool a_by_row
   return run("product", kernel, 1, 32, 2 * 16 * 32, params);
 }
 
-// A block converts 64 values.
-PK_ENTRY conversion(int type, const float* in, float* out, unsigned blocks, bool is_mask) {
+// A thread block converts 64 values.
+PK_ENTRY conversion(int type, const float* in, float* out, unsigned thread_blocks, bool is_mask) {
   const auto kernel = type == kBFloat16 ? conversion_kernel<BFloat16>
                       : type == kHalf   ? conversion_kernel<Half>
                                         : conversion_kernel<float>;
-  return run("conversion", kernel, blocks, 32, 0, ConversionParams{in, out, is_mask});
+  return run("conversion", kernel, thread_blocks, 32, 0, ConversionParams{in, out, is_mask});
 }
 
 PK_ENTRY shuffle(const float* in, const int* lanes, float* out) {
@@ -201,8 +201,9 @@ PK_ENTRY division(int divisor, const int* n, int* quotients, int count) {
 // `words` are zeros, [kSumWords, 2, channels].
 PK_ENTRY exact_sums(uint64_t* words, const double* values, double* out, int count, int channels) {
   const Accumulators sums{words, channels, 2 * channels};
-  const unsigned blocks = (count * channels + 63) / 64;
-  const char* message = run("add", add_kernel, blocks, 64, 0, {sums, values, count, channels});
+  const unsigned thread_blocks = (count * channels + 63) / 64;
+  const char* message =
+      run("add", add_kernel, thread_blocks, 64, 0, {sums, values, count, channels});
   if (*message) return message;
   return run("read", read_kernel, 1, 64, 0, {sums, out, channels});
 }

@@ -1,17 +1,17 @@
-// Runs a grid on the CPU: several blocks at once, the threads of a block as fibers.
+// Runs a grid on the CPU: several thread blocks at once, the threads of a thread block as fibers.
 //
 // A thread runs until it waits for others (at a barrier, in a warp collective), reaches an atomic
-// operation, or returns. A seeded generator draws the next thread and the next block, so a kernel
-// that lacks a barrier, or communicates between blocks without an atomic operation, fails with some
-// seeds. Shared memory is a new heap block for each block, of the size in the launch and full of
-// NaN.
+// operation, or returns. A seeded generator draws the next thread and the next thread block, so a
+// kernel that lacks a barrier, or communicates between thread blocks without an atomic operation,
+// fails with some seeds. Shared memory is new on the heap for each thread block, of the size in the
+// launch and full of NaN.
 //
-// The first block of a dependent launch runs up to `wait_for_predecessors` before the launch ahead
-// begins: until that call a kernel reads old values.
+// The first thread block of a dependent launch runs up to `wait_for_predecessors` before the launch
+// ahead begins: until that call a kernel reads old values.
 //
-// Errors, thrown by `Grid`: a barrier that some threads of the block do not reach, or reach at
-// another line; a warp collective that some lanes do not reach; threads of a dependent launch that
-// do not wait for the launches ahead, or let the next one start before that; copies and matrix
+// Errors, thrown by `Grid`: a barrier that some threads of the thread block do not reach, or reach
+// at another line; a warp collective that some lanes do not reach; threads of a dependent launch
+// that do not wait for the launches ahead, or let the next one start before that; copies and matrix
 // loads that miss shared memory; accesses that are not aligned; launches that no GPU takes.
 #include "grid.h"
 
@@ -83,9 +83,9 @@ struct Warp {
 
 enum class State { kRuns, kWaits, kHasEnded };
 
-class Block {
+class ThreadBlock {
  public:
-  Block(dim3 grid, dim3 threads, size_t shared_bytes, bool is_dependent)
+  ThreadBlock(dim3 grid, dim3 threads, size_t shared_bytes, bool is_dependent)
       : grid_(grid), dim_(threads), shared_bytes_(shared_bytes), is_dependent_(is_dependent) {
     while (threads_.size() < threads.count()) {
       if (pool_.empty()) pool_.push_back(std::make_unique<Thread>());
@@ -93,15 +93,15 @@ class Block {
       pool_.pop_back();
     }
   }
-  ~Block() {
+  ~ThreadBlock() {
     for (std::unique_ptr<Thread>& thread : threads_) pool_.push_back(std::move(thread));
   }
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
+  ThreadBlock(const ThreadBlock&) = delete;
+  ThreadBlock& operator=(const ThreadBlock&) = delete;
 
-  // Makes the next calls of `step` run the block of that index. If `is_early`, it stops at
+  // Makes the next calls of `step` run the thread block of that index. If `is_early`, it stops at
   // `wait_for_predecessors` until `end_wait`.
-  void start(dim3 block_index, const std::function<void()>& kernel, bool is_early) {
+  void start(dim3 thread_block_index, const std::function<void()>& kernel, bool is_early) {
     kernel_ = &kernel;
     is_early_ = is_early;
     void* memory = nullptr;
@@ -113,12 +113,14 @@ class Block {
     for (unsigned i = 0; i < threads_.size(); ++i) {
       Thread& thread = *threads_[i];
       const dim3 index(i % dim_.x, i / dim_.x % dim_.y, i / dim_.x / dim_.y);
-      thread.position = {index, block_index, dim_, grid_, i, static_cast<unsigned char*>(memory)};
+      thread.position = {
+          index, thread_block_index, dim_, grid_, i, static_cast<unsigned char*>(memory)};
       thread.has_waited = false;
       thread.uncommitted.clear();
       thread.groups.clear();
       thread.read_early.clear();
-      thread.fiber.start([](void* block) { (*static_cast<Block*>(block)->kernel_)(); }, this);
+      thread.fiber.start(
+          [](void* thread_block) { (*static_cast<ThreadBlock*>(thread_block)->kernel_)(); }, this);
       ready_.push_back(&thread);
     }
   }
@@ -214,7 +216,9 @@ class Block {
                   const void* context) {
     Warp& warp = warps_[current->position.linear / kLanes];
     const unsigned lane = current->position.linear % kLanes;
-    if (threads_.size() % kLanes) fail("a warp collective in a block with an incomplete warp");
+    if (threads_.size() % kLanes) {
+      fail("a warp collective in a thread block with an incomplete warp");
+    }
     if (warp.arrived == 0) {
       warp.name = name;
       warp.site = site;
@@ -252,7 +256,7 @@ class Block {
   Thread* current = nullptr;
   bool has_yielded = false;  // whether the thread that ran last has yielded
 
-  static inline thread_local Block* running = nullptr;
+  static inline thread_local ThreadBlock* running = nullptr;
 
  private:
   static inline thread_local std::vector<std::unique_ptr<Thread>> pool_;  // reused for the stacks
@@ -279,29 +283,31 @@ class Block {
   std::string error_;
 };
 
-// The blocks of a launch.
+// The thread blocks of a launch.
 class Grid {
  public:
   // Throws if the launch is invalid.
   Grid(const Launch& launch, std::function<void()> kernel)
       : name_(launch.name),
-        grid_(launch.blocks),
+        grid_(launch.thread_blocks),
         threads_(launch.threads),
         shared_bytes_(launch.shared_bytes),
         is_dependent_(launch.is_dependent),
-        resident_blocks_(settings.resident_blocks),
+        resident_thread_blocks_(settings.resident_thread_blocks),
         kernel_(std::move(kernel)) {
     const dim3 &grid = grid_, &threads = threads_;
     if (threads.count() == 0 || threads.count() > 1024 || threads.z > 64) {
-      refuse("threads of a block");
+      refuse("threads of a thread block");
     }
     if (grid.count() == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
-      refuse("blocks of a grid");
+      refuse("thread blocks of a grid");
     }
     if (shared_bytes_ > settings.most_shared_bytes) refuse("shared memory");
     if (launch.is_cooperative) {
-      if (grid.count() > size_t(settings.multiprocessors)) refuse("blocks that are not resident");
-      resident_blocks_ = grid.count();
+      if (grid.count() > size_t(settings.multiprocessors)) {
+        refuse("thread blocks that are not resident");
+      }
+      resident_thread_blocks_ = grid.count();
     }
     order_.resize(grid.count());
     for (size_t i = 0; i < order_.size(); ++i) {
@@ -311,20 +317,20 @@ class Grid {
     steps_ = size_t(1) << 4 * generator_.below(4);
   }
 
-  // Before the launch ahead begins: runs the first block of a dependent launch until it waits.
-  // Returns whether there is one.
+  // Before the launch ahead begins: runs the first thread block of a dependent launch until it
+  // waits. Returns whether there is one.
   bool start_early() {
     if (!is_dependent_) return false;
-    start_blocks(1, true);
+    start_thread_blocks(1, true);
     run();
     return true;
   }
 
-  // After the launch ahead has ended: runs all blocks to their end.
+  // After the launch ahead has ended: runs all thread blocks to their end.
   void finish() {
     running_.swap(waiting_);
-    for (std::unique_ptr<Block>& block : running_) block->end_wait();
-    start_blocks(resident_blocks_, false);
+    for (std::unique_ptr<ThreadBlock>& thread_block : running_) thread_block->end_wait();
+    start_thread_blocks(resident_thread_blocks_, false);
     run();
   }
 
@@ -333,20 +339,22 @@ class Grid {
     throw std::runtime_error(name_ + ": invalid configuration: " + what);
   }
 
-  void start(Block& block, bool is_early) {
+  void start(ThreadBlock& thread_block, bool is_early) {
     const size_t i = order_[next_++];
-    block.start(dim3(i % grid_.x, i / grid_.x % grid_.y, i / grid_.x / grid_.y), kernel_, is_early);
+    thread_block.start(dim3(i % grid_.x, i / grid_.x % grid_.y, i / grid_.x / grid_.y), kernel_,
+                       is_early);
   }
 
-  // Starts blocks until `most` run at once.
-  void start_blocks(size_t most, bool are_early) {
+  // Starts thread blocks until `most` run at once.
+  void start_thread_blocks(size_t most, bool are_early) {
     while (running_.size() < most && next_ < order_.size()) {
-      running_.push_back(std::make_unique<Block>(grid_, threads_, shared_bytes_, is_dependent_));
+      running_.push_back(
+          std::make_unique<ThreadBlock>(grid_, threads_, shared_bytes_, is_dependent_));
       start(*running_.back(), are_early);
     }
   }
 
-  // Runs blocks until all have ended, or wait for the launch ahead.
+  // Runs thread blocks until all have ended, or wait for the launch ahead.
   void run() {
     try {
       for (size_t at = 0; !running_.empty();) {
@@ -371,24 +379,24 @@ class Grid {
   dim3 grid_, threads_;
   size_t shared_bytes_;
   bool is_dependent_;
-  size_t resident_blocks_;  // blocks that run at once
+  size_t resident_thread_blocks_;  // thread blocks that run at once
   std::function<void()> kernel_;
   Generator generator_{settings.seed};
   std::vector<size_t> order_;
   size_t next_ = 0;
-  // The mean number of steps before another block runs, from 1 to most of a block. Where blocks may
-  // communicate, others run more often, or wrong orders that take many steps of others would never
-  // occur.
+  // The mean number of steps before another thread block runs, from 1 to most of a thread block.
+  // Where thread blocks may communicate, others run more often, or wrong orders that take many
+  // steps of others would never occur.
   size_t steps_ = 1;
-  std::vector<std::unique_ptr<Block>> running_, waiting_;
+  std::vector<std::unique_ptr<ThreadBlock>> running_, waiting_;
 };
 
 // Runs the launches of a host thread in order, each at the worst moment that a GPU may choose.
 //
-// A launch is held back until the next one. If that is dependent, its first block runs up to
+// A launch is held back until the next one. If that is dependent, its first thread block runs up to
 // `wait_for_predecessors` before the held launch begins: on a GPU it may start during the held
 // launch, and need not see its writes. Then the held launch runs, and the next one is held, with
-// its waiting block.
+// its waiting thread block.
 //
 // The launch before the held one has ended by then, as kernels let the next one start only after
 // they waited.
@@ -419,18 +427,18 @@ thread_local Stream stream;
 
 }  // namespace
 
-void fail(const std::string& message) { Block::running->fail(message); }
-void yield() { Block::running->yield(); }
-int barrier(int vote, Site site) { return Block::running->barrier(vote, site); }
+void fail(const std::string& message) { ThreadBlock::running->fail(message); }
+void yield() { ThreadBlock::running->yield(); }
+int barrier(int vote, Site site) { return ThreadBlock::running->barrier(vote, site); }
 void collective(const char* name, Site site, void* own, void (*body)(void**, const void*),
                 const void* context) {
-  Block::running->collective(name, site, own, body, context);
+  ThreadBlock::running->collective(name, site, own, body, context);
 }
 void check_shared(const void* pointer, size_t bytes, const char* what) {
-  Block::running->check_shared(pointer, bytes, what);
+  ThreadBlock::running->check_shared(pointer, bytes, what);
 }
-void wait_for_predecessors() { Block::running->wait_for_predecessors(); }
-void let_dependents_start() { Block::running->let_dependents_start(); }
+void wait_for_predecessors() { ThreadBlock::running->wait_for_predecessors(); }
+void let_dependents_start() { ThreadBlock::running->let_dependents_start(); }
 
 // With an even seed, a copy in flight leaves NaN at its destination, and lands when its thread
 // waits for it: a read that is too early finds NaN. With an odd seed it lands at once: a read that
@@ -443,15 +451,15 @@ void copy_async_16(void* smem, const void* global) {
     return;
   }
   std::memset(smem, 0xff, 16);
-  Block::running->current->uncommitted.push_back({smem, global});
+  ThreadBlock::running->current->uncommitted.push_back({smem, global});
 }
 void commit_copies() {
-  Thread& thread = *Block::running->current;
+  Thread& thread = *ThreadBlock::running->current;
   thread.groups.push_back(std::move(thread.uncommitted));
   thread.uncommitted.clear();
 }
 void wait_for_copies(size_t most) {
-  auto& groups = Block::running->current->groups;
+  auto& groups = ThreadBlock::running->current->groups;
   for (; groups.size() > most; groups.pop_front()) {
     for (const Copy& copy : groups.front()) {
       if (copy.from) {
@@ -477,10 +485,10 @@ void keep(std::shared_ptr<void> owner) { stream.keep(std::move(owner)); }
 
 // Called by tests in Python.
 
-PK_EXPORT void cuda_on_host_set(uint64_t seed, int multiprocessors, int resident_blocks) {
+PK_EXPORT void cuda_on_host_set(uint64_t seed, int multiprocessors, int resident_thread_blocks) {
   cuda_on_host::settings.seed = seed;
   cuda_on_host::settings.multiprocessors = multiprocessors;
-  cuda_on_host::settings.resident_blocks = resident_blocks;
+  cuda_on_host::settings.resident_thread_blocks = resident_thread_blocks;
 }
 PK_EXPORT void cuda_on_host_limit_shared(size_t bytes) {
   cuda_on_host::settings.most_shared_bytes = bytes;

@@ -25,9 +25,9 @@ struct Site {
 
 // The position of the running thread; null outside kernels.
 struct Position {
-  dim3 thread, block, threads, blocks;
-  unsigned linear;        // index of the thread in its block
-  unsigned char* shared;  // shared memory of the block
+  dim3 thread, thread_block, threads, thread_blocks;
+  unsigned linear;        // index of the thread in its thread block
+  unsigned char* shared;  // shared memory of the thread block
 };
 extern thread_local const Position* position;
 
@@ -35,32 +35,32 @@ extern thread_local const Position* position;
 // memory.
 struct Launch {
   const char* name;
-  dim3 blocks, threads;
+  dim3 thread_blocks, threads;
   size_t shared_bytes;
   const void* params;
   size_t params_bytes;
   size_t filled_bytes;  // 0 for a launch
   bool is_dependent;    // may begin before the launch ahead has ended
   const void* kernel;   // null for a fill
-  int tiles;            // tiles that the blocks share; 0 for a kernel without tiles
-  bool is_cooperative;  // all blocks run at once
+  int tiles;            // tiles that the thread blocks share; 0 for a kernel without tiles
+  bool is_cooperative;  // all thread blocks run at once
 };
 
 // Settings of tests.
 struct Settings {
-  uint64_t seed = 0;  // draws the order of threads and blocks
+  uint64_t seed = 0;  // draws the order of threads and thread blocks
   int multiprocessors = 2;
-  int resident_blocks = 4;                    // blocks that run at once
-  size_t most_shared_bytes = 227 * 1024;      // per block, as on sm_90 and sm_100
+  int resident_thread_blocks = 4;             // thread blocks that run at once
+  size_t most_shared_bytes = 227 * 1024;      // per thread block, as on sm_90 and sm_100
   void (*listener)(const Launch*) = nullptr;  // called in place of every launch and fill
 };
 extern Settings settings;
 
 // Ends the run of the grid, which then throws the message.
 void fail(const std::string& message);
-// Lets other threads and other blocks run before the current thread goes on.
+// Lets other threads and other thread blocks run before the current thread goes on.
 void yield();
-// Waits for all threads of the block, and returns whether any of them voted.
+// Waits for all threads of the thread block, and returns whether any of them voted.
 int barrier(int vote, Site site);
 // Waits for the lanes of a warp. The last one calls `body(operands of all lanes, context)`.
 void collective(const char* name, Site site, void* own, void (*body)(void**, const void*),

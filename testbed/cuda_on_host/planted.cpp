@@ -16,7 +16,7 @@ struct Params {
   unsigned* counter = nullptr;  // zero
 };
 
-// out = in, reversed within each block through shared memory. 1: lacks the barrier.
+// out = in, reversed within each thread block through shared memory. 1: lacks the barrier.
 __global__ void reverse_kernel(Params p) {
   float* tile = reinterpret_cast<float*>(dynamic_shared());
   const unsigned first = blockIdx.x * kThreads;
@@ -74,7 +74,7 @@ __global__ void vector_kernel(Params p) {
   *reinterpret_cast<float4*>(p.out + at + 2 * (p.variant == 2)) = four;
 }
 
-// out[0] = the number of blocks. 1: reads and writes in two steps.
+// out[0] = the number of thread blocks. 1: reads and writes in two steps.
 __global__ void count_kernel(Params p) {
   if (p.variant == 0) {
     if (threadIdx.x == 0) atomicAdd(p.counter, 1u);
@@ -86,9 +86,10 @@ __global__ void count_kernel(Params p) {
   if (threadIdx.x == 0) p.out[0] = static_cast<float>(*p.counter);
 }
 
-// out = the sum of in up to and including each block's, by the last block to count itself. 1: by
-// the last block of the grid. 2: a block counts itself before it has stored its part.
-__global__ void last_block_kernel(Params p) {
+// out = the sum of in up to and including each thread block's, by the last thread block to count
+// itself. 1: by the last thread block of the grid. 2: a thread block counts itself before it has
+// stored its part.
+__global__ void last_thread_block_kernel(Params p) {
   float* parts = p.out + gridDim.x;
   bool is_last = false;
   if (threadIdx.x == 0) {
@@ -120,9 +121,10 @@ __global__ void overwrite_kernel(Params p) {
   cp_async_wait<0>();
 }
 
-// out = the sum of in over all blocks, in each block of a cooperative launch. 1: does not wait for
-// the other blocks. 2: a block counts itself before it has stored its part.
-__global__ void all_blocks_kernel(Params p) {
+// out = the sum of in over all thread blocks, in each thread block of a cooperative launch. 1: does
+// not wait for the other thread blocks. 2: a thread block counts itself before it has stored its
+// part.
+__global__ void all_thread_blocks_kernel(Params p) {
   float* parts = p.out + gridDim.x;
   if (threadIdx.x == 0) {
     if (p.variant != 2) parts[blockIdx.x] = p.in[blockIdx.x];
@@ -197,7 +199,7 @@ PK_ENTRY copy(const float* in, float* out, int variant) {
 PK_ENTRY vectors(const float* in, float* out, int variant) {
   return run("vectors", vector_kernel, 1, kThreads / 4, 0, Params{in, out, variant});
 }
-// Eight blocks; `out` has room for 16 values.
+// Eight thread blocks; `out` has room for 16 values.
 template <class Kernel>
 const char* run_meeting(const char* name, Kernel kernel, const float* in, float* out, int variant,
                         LaunchKind kind = LaunchKind::kPlain) {
@@ -207,18 +209,19 @@ const char* run_meeting(const char* name, Kernel kernel, const float* in, float*
 PK_ENTRY count(const float* in, float* out, int variant) {
   return run_meeting("count", count_kernel, in, out, variant);
 }
-PK_ENTRY last_block(const float* in, float* out, int variant) {
-  return run_meeting("last_block", last_block_kernel, in, out, variant);
+PK_ENTRY last_thread_block(const float* in, float* out, int variant) {
+  return run_meeting("last_thread_block", last_thread_block_kernel, in, out, variant);
 }
 PK_ENTRY overwrite(const float* in, float* out, int variant) {
   return run("overwrite", overwrite_kernel, 1, kThreads, kThreads * 4, Params{in, out, variant});
 }
-PK_ENTRY all_blocks(const float* in, float* out, int variant) {
-  return run_meeting("all_blocks", all_blocks_kernel, in, out, variant, LaunchKind::kCooperative);
+PK_ENTRY all_thread_blocks(const float* in, float* out, int variant) {
+  return run_meeting("all_thread_blocks", all_thread_blocks_kernel, in, out, variant,
+                     LaunchKind::kCooperative);
 }
 PK_ENTRY empty_grid() { return run("empty", reverse_kernel, 0, kThreads, 0, Params{}); }
 
-// Eight blocks each.
+// Eight thread blocks each.
 const char* run_chain(const float* in, float* out, int variant, bool is_dependent) {
   alignas(16) float first[8 * kThreads], second[8 * kThreads];
   std::fill(first, first + 8 * kThreads, NAN);

@@ -28,34 +28,34 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def set_schedule(seed: int = 0, multiprocessors: int = 2, resident_blocks: int = 4) -> None:
+def set_schedule(seed: int = 0, multiprocessors: int = 2, resident_thread_blocks: int = 4) -> None:
     """Chooses a schedule.
 
     Args:
-        seed: draws the order of threads and blocks.
+        seed: draws the order of threads and thread blocks.
         multiprocessors: the number of multiprocessors that launches see.
-        resident_blocks: the number of blocks that run at once.
+        resident_thread_blocks: the number of thread blocks that run at once.
     """
-    library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_blocks)
+    library().cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_thread_blocks)
 
 
 def set_most_shared_bytes(count: int = 227 * 1024) -> None:
-    """Sets the most shared memory of a block: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6."""
+    """Sets the most shared memory of a thread block: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6."""
     library().cuda_on_host_limit_shared(ctypes.c_size_t(count))
 
 
 class Launch(NamedTuple):
-    """The arguments of a launch, or of a fill, which has no blocks or threads."""
+    """The arguments of a launch, or of a fill, which has no thread blocks or threads."""
 
     name: str
-    blocks: tuple[int, int, int]
-    threads: int  # per block
-    shared_bytes: int  # per block
+    thread_blocks: tuple[int, int, int]
+    threads: int  # per thread block
+    shared_bytes: int  # per thread block
     is_dependent: bool  # may begin before the launch ahead has ended
     filled_bytes: int  # 0 for a launch
     params: bytes
     kernel: int | None  # the address, for `symbol_of`; None for a fill
-    tiles: int  # tiles that the blocks share; 0 for a kernel without tiles
+    tiles: int  # tiles that the thread blocks share; 0 for a kernel without tiles
 
 
 class _Launch(ctypes.Structure):
@@ -63,7 +63,7 @@ class _Launch(ctypes.Structure):
 
     _fields_ = (
         ("name", ctypes.c_char_p),
-        ("blocks", ctypes.c_uint * 3),
+        ("thread_blocks", ctypes.c_uint * 3),
         ("threads", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_size_t),
         ("params", ctypes.c_void_p),
@@ -105,11 +105,13 @@ def without_running(listener: Callable[[Launch], None]) -> Iterator[None]:
         x, y, z = launch.threads
         params = ctypes.string_at(launch.params, launch.params_bytes)
         filled_bytes = launch.filled_bytes
-        blocks, threads = ((0, 0, 0), 0) if filled_bytes else (tuple(launch.blocks), x * y * z)
+        thread_blocks, threads = tuple(launch.thread_blocks), x * y * z
+        if filled_bytes:
+            thread_blocks, threads = (0, 0, 0), 0
         listener(
             Launch(
                 launch.name.decode(),
-                blocks,
+                thread_blocks,
                 threads,
                 launch.shared_bytes,
                 launch.is_dependent,

@@ -124,7 +124,9 @@ def test_no_gradient_passes_where_an_activation_is_constant_even_if_dy_is_infini
 def test_more_images_than_a_grid_may_have_take_several_launches():
     shape = (65535 + 3, 4, 1, 2)
     found = []
-    with serve_cpu.without_running(lambda launch: found.append((launch.name, launch.blocks))):
+    with serve_cpu.without_running(
+        lambda launch: found.append((launch.name, launch.thread_blocks))
+    ):
         given = arguments(shape, torch.float32, None, 0, "weight", "silu")
         for op in NORM_OPS:
             run(kernels(), op, given)
@@ -140,7 +142,9 @@ def test_the_blocks_that_add_up_an_image_do_not_depend_on_the_batch():
     found = {}
     for images in (1, 7):
         with serve_cpu.without_running(
-            lambda launch, images=images: found.setdefault((images, launch.name), launch.blocks[:2])
+            lambda launch, images=images: found.setdefault(
+                (images, launch.name), launch.thread_blocks[:2]
+            )
         ):
             given = arguments((images, 20, 41, 31), torch.float32, None, 0, ALL_ROWS, "silu")
             kernels().norm_act_backward(*given[:3], True)

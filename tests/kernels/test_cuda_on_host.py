@@ -21,8 +21,8 @@ if shutil.which(build.CXX[0]) is None:
 SEEDS = range(20)
 COUNT = 64
 ENTRIES = (
-    "reverse", "stray", "divergent", "copy", "overwrite", "vectors", "count", "last_block",
-    "all_blocks", "empty_grid", "chain", "plain_chain",
+    "reverse", "stray", "divergent", "copy", "overwrite", "vectors", "count", "last_thread_block",
+    "all_thread_blocks", "empty_grid", "chain", "plain_chain",
 )  # fmt: skip
 
 
@@ -34,11 +34,11 @@ def planted():
     return library
 
 
-def run(library, name, variant=0, seed=0, count=COUNT, resident_blocks=4, multiprocessors=2):
+def run(library, name, variant=0, seed=0, count=COUNT, resident_thread_blocks=4, multiprocessors=2):
     """The output of a planted kernel on random numbers, those numbers, and the message."""
     values = np.random.default_rng(0).standard_normal(count).astype(np.float32)
     out = np.full(count, np.nan, np.float32)
-    library.cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_blocks)
+    library.cuda_on_host_set(ctypes.c_uint64(seed), multiprocessors, resident_thread_blocks)
     pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (values, out))
     return out, values, getattr(library, name)(*pointers, variant).decode()
 
@@ -112,58 +112,60 @@ def test_a_vector_that_is_not_aligned_is_an_error_that_names_the_line(planted):
 
 MEETINGS = {
     "count": lambda values: np.full(1, 8),
-    "last_block": lambda values: np.add.accumulate(values[:8]),
+    "last_thread_block": lambda values: np.add.accumulate(values[:8]),
 }
 
 
 def right_schedules(library, name, variant):
-    """The seeds with which blocks that meet give the right result."""
+    """The seeds with which thread blocks that meet give the right result."""
     found = []
     for seed in SEEDS:
-        out, values, message = run(library, name, variant, seed, resident_blocks=8)
+        out, values, message = run(library, name, variant, seed, resident_thread_blocks=8)
         assert not message
         right = MEETINGS[name](values)
         found += [seed] * np.array_equal(out[: right.size], right)
     return found
 
 
-def test_blocks_that_meet_rightly_give_the_result_in_every_schedule(planted):
+def test_thread_blocks_that_meet_rightly_give_the_result_in_every_schedule(planted):
     for name in MEETINGS:
         assert right_schedules(planted, name, 0) == list(SEEDS), name
 
 
-def test_blocks_that_meet_wrongly_show_in_some_schedules(planted):
-    for wrong in (("count", 1), ("last_block", 1), ("last_block", 2)):
+def test_thread_blocks_that_meet_wrongly_show_in_some_schedules(planted):
+    for wrong in (("count", 1), ("last_thread_block", 1), ("last_thread_block", 2)):
         assert len(right_schedules(planted, *wrong)) < len(SEEDS), wrong
 
 
 def test_a_refused_launch_is_an_error_that_names_the_kernel(planted):
-    assert planted.empty_grid().decode() == "empty: invalid configuration: blocks of a grid"
+    assert planted.empty_grid().decode() == "empty: invalid configuration: thread blocks of a grid"
 
 
-def right_cooperative_schedules(library, variant, resident_blocks):
-    """The seeds with which eight blocks that wait for each other give the right result."""
+def right_cooperative_schedules(library, variant, resident_thread_blocks):
+    """The seeds with which eight thread blocks that wait for each other give the right result."""
     found = []
     for seed in SEEDS:
-        options = {"resident_blocks": resident_blocks, "multiprocessors": 8}
-        out, values, message = run(library, "all_blocks", variant, seed, **options)
+        options = {"resident_thread_blocks": resident_thread_blocks, "multiprocessors": 8}
+        out, values, message = run(library, "all_thread_blocks", variant, seed, **options)
         assert not message
         found += [seed] * bool((out[:8] == np.add.accumulate(values[:8])[-1]).all())
     return found
 
 
-@pytest.mark.parametrize("resident_blocks", [1, 4, 8])
-def test_all_blocks_of_a_cooperative_launch_run_at_once(planted, resident_blocks):
-    """However few blocks of other launches do; else they would wait for ever."""
-    assert right_cooperative_schedules(planted, 0, resident_blocks) == list(SEEDS)
+@pytest.mark.parametrize("resident_thread_blocks", [1, 4, 8])
+def test_all_thread_blocks_of_a_cooperative_launch_run_at_once(planted, resident_thread_blocks):
+    """However few thread blocks of other launches do; else they would wait for ever."""
+    assert right_cooperative_schedules(planted, 0, resident_thread_blocks) == list(SEEDS)
     for variant in (1, 2):
-        right = right_cooperative_schedules(planted, variant, resident_blocks)
+        right = right_cooperative_schedules(planted, variant, resident_thread_blocks)
         assert len(right) < len(SEEDS), variant
 
 
-def test_a_cooperative_launch_of_more_blocks_than_multiprocessors_is_refused(planted):
-    message = run(planted, "all_blocks", multiprocessors=7)[2]
-    assert message == "all_blocks: invalid configuration: blocks that are not resident"
+def test_a_cooperative_launch_of_more_thread_blocks_than_multiprocessors_is_refused(planted):
+    message = run(planted, "all_thread_blocks", multiprocessors=7)[2]
+    assert (
+        message == "all_thread_blocks: invalid configuration: thread blocks that are not resident"
+    )
 
 
 CHAIN = 8 * COUNT
@@ -171,9 +173,9 @@ CHAIN = 8 * COUNT
 
 @pytest.mark.parametrize(("variant", "early"), [(0, None), (1, np.nan), (2, np.nan), (3, 2)])
 def test_what_a_dependent_launch_does_early_comes_before_the_launch_ahead(planted, variant, early):
-    """By one block, which starts early; `early` is its out / in."""
-    for seed, resident_blocks in itertools.product(SEEDS, (1, 4)):
-        out, values, message = run(planted, "chain", variant, seed, CHAIN, resident_blocks)
+    """By one thread block, which starts early; `early` is its out / in."""
+    for seed, resident_thread_blocks in itertools.product(SEEDS, (1, 4)):
+        out, values, message = run(planted, "chain", variant, seed, CHAIN, resident_thread_blocks)
         assert not message
         is_right = (out == 6 * values).reshape(8, COUNT)
         if early is None:
