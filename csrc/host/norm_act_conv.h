@@ -1,4 +1,4 @@
-// BN-ReLU-Conv: checks, allocation and launch of a unit, and the ops for one unit.
+// Norm, activation and convolution: checks, allocation and launch of a unit, and the ops for one.
 #pragma once
 
 #include "run_results.h"
