@@ -298,8 +298,8 @@ def _count_of(compiled: Any, name: str) -> Count | None:
 def _tiles_of(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> int:
     """Returns the number of tiles, if programs of a Triton kernel share the pixels of a batch."""
     pixels = dict(zip(kernel.arg_names, args, strict=False)).get("pixels")
-    blocks = options.get("BLOCKS")
-    return -(-pixels // blocks.block_pixels) if pixels and blocks else 0
+    config = options.get("TILES")
+    return -(-pixels // config.tile_pixels) if pixels and config else 0
 
 
 def _issue_us(launch: Launch, known: dict[str, Count | None], multiprocessors: int) -> float | None:

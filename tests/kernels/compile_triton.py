@@ -48,7 +48,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.triton.configurations import (
-    ConvBlocks,
+    ConvTiles,
     forward_bytes,
     input_bytes,
     weight_bytes,
@@ -379,8 +379,8 @@ def launch_run(task: Task) -> None:
 
 def counted_bytes(launch: Launch) -> int:
     """The shared memory that `configurations` counts on for a kernel; all there is for others."""
-    blocks = launch.constants.get("BLOCKS")
-    if not isinstance(blocks, ConvBlocks) or "SHAPE" not in launch.constants:
+    config = launch.constants.get("TILES")
+    if not isinstance(config, ConvTiles) or "SHAPE" not in launch.constants:
         return SHARED_BYTES[launch.task.capability]
     x, dy = launch.argument("x"), launch.argument("dy")
     if launch.kernel.__name__ == "norm_act_conv_backward_weight_kernel":
@@ -394,7 +394,7 @@ def counted_bytes(launch: Launch) -> int:
             count, dy = input_bytes, dy.g if dy.step.x is None else dy.step.x
     weight = torch.empty(launch.constants["SHAPE"][:4], device="meta")
     unit = unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1), products, x.dtype, dy.dtype)
-    return count(blocks, unit)
+    return count(config, unit)
 
 
 def least_room(capability: int, quick: bool) -> dict[tuple, Launch]:
@@ -442,7 +442,7 @@ def row(launch: Launch) -> Compiled:
         raise RuntimeError(f"{launch.kernel.__name__} does not compile for {task}") from error
     registers, stack_bytes = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
-    blocks = constants["BLOCKS"]._asdict() if "BLOCKS" in constants else constants
+    config = constants["TILES"]._asdict() if "TILES" in constants else constants
     warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
     return Compiled(
         capability=task.capability,
@@ -455,8 +455,8 @@ def row(launch: Launch) -> Compiled:
         shared_bytes=shared_bytes,
         counted_bytes=counted_bytes(launch),
         resident=resident_programs(task.capability, warps, registers, shared_bytes),
-        resident_counted_on=blocks.get("resident", 0),
-        stages=max(blocks.get("num_stages", 1), tap_stages(launch)),
+        resident_counted_on=config.get("resident", 0),
+        stages=max(config.get("num_stages", 1), tap_stages(launch)),
         buffers=buffers(compiled.asm["ttgir"]),
         two_byte_loads=two_byte_loads(launch, ptx),
         two_byte_loads_needed=needs_two_byte_loads(launch),
@@ -470,7 +470,7 @@ def tap_stages(launch: Launch) -> int:
     is_unrolled = launch.argument("partials") is not None
     if shape is None or shape.R * shape.S == 1 or is_unrolled:
         return 1
-    return launch.constants["BLOCKS"].num_tap_stages
+    return launch.constants["TILES"].num_tap_stages
 
 
 def needs_two_byte_loads(launch: Launch) -> bool:
@@ -485,9 +485,9 @@ def needs_two_byte_loads(launch: Launch) -> bool:
 
 def two_byte_loads(launch: Launch, ptx: str) -> int:
     """Loads of 2 bytes, except for one of a weight of which each thread has one element."""
-    blocks = launch.constants.get("BLOCKS")
-    is_conv = isinstance(blocks, ConvBlocks)
-    one_each = is_conv and blocks.block_cin * blocks.block_cout <= 32 * launch.num_warps
+    config = launch.constants.get("TILES")
+    is_conv = isinstance(config, ConvTiles)
+    one_each = is_conv and config.tile_cin * config.tile_cout <= 32 * launch.num_warps
     found = len(re.findall(r"\bld\.global\S*\.[bu]16\b", ptx))
     return max(0, found - one_each)
 

@@ -7,25 +7,25 @@ import torch
 import triton
 import triton.language as tl
 
-from preact_kernels.kernels.triton.configurations import ConvBlocks
+from preact_kernels.kernels.triton.configurations import ConvTiles
 from preact_kernels.kernels.triton.launch import wait_for_predecessors
 from tests.kernels.compile_triton import Launch, Task, faults, row
 
 
 @triton.jit
-def product_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
-    """y = x @ weight; a pipeline of as many stages as `BLOCKS` says."""
+def product_kernel(x, weight, y, pixels, C: tl.constexpr, TILES: tl.constexpr):
+    """y = x @ weight; a pipeline of as many stages as `TILES` says."""
     wait_for_predecessors()
     channel = tl.arange(0, C)
     w = tl.load(weight + channel[:, None] * C + channel[None, :])
-    for tile in tl.range(tl.program_id(0), pixels // 64, 8, num_stages=BLOCKS.num_stages):
+    for tile in tl.range(tl.program_id(0), pixels // 64, 8, num_stages=TILES.num_stages):
         at = (tile * 64 + tl.arange(0, 64))[:, None] * C + channel[None, :]
         a = tl.maximum(tl.load(x + at), 0.0).to(tl.bfloat16)
         tl.store(y + at, tl.dot(a, w).to(tl.bfloat16))
 
 
 @triton.jit
-def early_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
+def early_kernel(x, weight, y, pixels, C: tl.constexpr, TILES: tl.constexpr):
     """Reads what the kernel before it may still write, 2 bytes at a time."""
     at = tl.arange(0, 64)[:, None] * C + tl.arange(0, C)[None, :]
     tile = tl.load(x + at * pixels)
@@ -34,7 +34,7 @@ def early_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def spilling_kernel(x, weight, y, pixels, C: tl.constexpr, BLOCKS: tl.constexpr):
+def spilling_kernel(x, weight, y, pixels, C: tl.constexpr, TILES: tl.constexpr):
     """Holds more in registers than there are."""
     wait_for_predecessors()
     at = tl.arange(0, 256)[:, None] * C + tl.arange(0, C)[None, :]
@@ -54,7 +54,7 @@ def main() -> None:
         (early_kernel, 1, 4),
         (spilling_kernel, 1, 1),
     ):
-        constants = {"C": 64, "BLOCKS": ConvBlocks(64, 64, 64, warps, stages, resident=1)}
+        constants = {"C": 64, "TILES": ConvTiles(64, 64, 64, warps, stages, resident=1)}
         rows.append(row(Launch(Task(90, x.dtype, None), kernel, (x, x, x, 1000), constants, warps)))
     print("\n".join(faults(rows)))
     stack_bytes = rows[-1].stack_bytes

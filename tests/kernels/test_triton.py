@@ -397,11 +397,11 @@ def test_gradients_of_weights_are_computed_where_they_move_fewer_bytes(
 
 def test_tiles_are_small_where_large_ones_leave_multiprocessors_idle():
     device = launch.Device(90, 132, 227 * 1024)
-    blocks = configurations.ConvBlocks(128, 64, 64, 8, 1, 3)
-    small = blocks._replace(block_pixels=64)
-    for pixels, columns, expected in ((131 * 128, 1, small), (131 * 128 + 1, 1, blocks)):
-        assert configurations.filling(blocks, device, pixels, columns) == expected
-    assert configurations.filling(blocks, device, 66 * 128, 2) == blocks
+    config = configurations.ConvTiles(128, 64, 64, 8, 1, 3)
+    small = config._replace(tile_pixels=64)
+    for pixels, columns, expected in ((131 * 128, 1, small), (131 * 128 + 1, 1, config)):
+        assert configurations.filling(config, device, pixels, columns) == expected
+    assert configurations.filling(config, device, 66 * 128, 2) == config
     assert configurations.filling(small, device, 64, 1) == small
 
 

@@ -3,7 +3,7 @@
 Kernels see a dense NHWC tensor as a `[pixels, channels]` matrix, of the batch or of each image.
 There is one file per op, and `block_run` for several blocks in one call. Shared code is in
 `batch_norm`, `activations` and `conv` (device functions), `packing` (weights), `reduction` (sums
-over programs), `launch` (launches, grids) and `configurations` (block shapes).
+over programs), `launch` (launches, grids) and `configurations` (tile sizes).
 """
 
 from preact_kernels.kernels.dropout import dropout, dropout_bits

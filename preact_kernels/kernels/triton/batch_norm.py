@@ -80,7 +80,7 @@ def norm_of_image(norm, rows, image, CHANNELS: tl.constexpr):
 
 @triton.jit
 def load_norm(norm, channel, CHANNELS: tl.constexpr, sums=None, count=0):
-    """mean, rstd, scale = weight * rstd, and bias of a block of channels.
+    """mean, rstd, scale = weight * rstd, and bias of some channels.
 
     Reads the statistics from the accumulators `sums` over `count` values per channel, or from the
     norm if `sums` is None.
@@ -97,7 +97,7 @@ def load_norm(norm, channel, CHANNELS: tl.constexpr, sums=None, count=0):
 
 @triton.jit
 def load_scale(var, weight, bias, eps, channel, is_channel):
-    """rstd, scale = weight * rstd, and bias of a block of channels."""
+    """rstd, scale = weight * rstd, and bias of some channels."""
     rstd = tl.rsqrt(var + eps)
     scale = tl.load(weight + channel, mask=is_channel, other=0.0) * rstd
     return rstd, scale, tl.load(bias + channel, mask=is_channel, other=0.0)
@@ -128,7 +128,7 @@ def norm_act(x, mean, scale, bias, parameter, dtype: tl.constexpr, ACTIVATION: t
 
 @triton.jit
 def load_affine_step(step, channel, CHANNELS: tl.constexpr):
-    """A, B, C and mean of a block of channels, for the step A*g + B*(x - mean) + C.
+    """A, B, C and mean of some channels, for the step A*g + B*(x - mean) + C.
 
     `step.sums` are float32 or accumulators. B and C are zeros in evaluation mode, where `inv_count`
     is 0. Without a step (`step.x` is None) the results are unused.
@@ -188,16 +188,16 @@ def whole_gradient(g, step, coefficients, at, mask, IN_TRAINING: tl.constexpr):
 
 
 @triton.jit
-def pixel_indices(tile, BLOCK_PIXELS: tl.constexpr, INT64: tl.constexpr):
+def pixel_indices(tile, TILE_PIXELS: tl.constexpr, INT64: tl.constexpr):
     """Indices of the pixels of a tile; 64-bit if element indices need it."""
-    offset = tl.arange(0, BLOCK_PIXELS)
+    offset = tl.arange(0, TILE_PIXELS)
     if INT64:
-        return (tile + tl.zeros([BLOCK_PIXELS], tl.int64)) * BLOCK_PIXELS + offset
+        return (tile + tl.zeros([TILE_PIXELS], tl.int64)) * TILE_PIXELS + offset
     else:
-        return tile * BLOCK_PIXELS + offset
+        return tile * TILE_PIXELS + offset
 
 
 @triton.jit
-def tiles_of(pixels, BLOCK_PIXELS: tl.constexpr):
-    """ceil(pixels / BLOCK_PIXELS) for pixels >= 1, without overflow near 2^31."""
-    return (pixels - 1) // BLOCK_PIXELS + 1
+def tiles_of(pixels, TILE_PIXELS: tl.constexpr):
+    """ceil(pixels / TILE_PIXELS) for pixels >= 1, without overflow near 2^31."""
+    return (pixels - 1) // TILE_PIXELS + 1

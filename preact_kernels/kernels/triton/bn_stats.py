@@ -32,33 +32,33 @@ def bn_stats_kernel(
     pixels,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """Adds moments of x `[pixels, CHANNELS]` to accumulators. Grid: programs, channel blocks."""
+    """Adds moments of x `[pixels, CHANNELS]` to accumulators. Grid: programs, channel tiles."""
     wait_for_predecessors()
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
-    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CHANNELS: tl.constexpr = TILES.tile_channels
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < CHANNELS
-    moments = empty_moments(BLOCK_CHANNELS)
-    tiles = tiles_of(pixels, BLOCK_PIXELS)
+    moments = empty_moments(TILE_CHANNELS)
+    tiles = tiles_of(pixels, TILE_PIXELS)
     begin, end = next_piece(moments, tiles)
     while begin < tiles:
-        moments = begin_piece(moments, BLOCK_PIXELS, BLOCK_CHANNELS, FOLDED=False)
+        moments = begin_piece(moments, TILE_PIXELS, TILE_CHANNELS, FOLDED=False)
         for tile in tl.range(begin, end, tl.num_programs(0), num_stages=3):
-            pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+            pixel = pixel_indices(tile, TILE_PIXELS, INT64)
             is_pixel = pixel < pixels
             at = pixel[:, None] * CHANNELS + channel[None, :]
             value = tl.load(x + at, mask=is_pixel[:, None] & is_channel[None, :], other=0.0)
-            left = pixels - tile * BLOCK_PIXELS
+            left = pixels - tile * TILE_PIXELS
             moments = add_tile(moments, value.to(tl.float32), is_pixel, left)
         moments = end_piece(moments)
         begin, end = next_piece(moments, tiles)
-    add_moments(moments, pixels, BLOCK_PIXELS, sums, channel, is_channel, CHANNELS)
+    add_moments(moments, pixels, TILE_PIXELS, sums, channel, is_channel, CHANNELS)
 
 
 def bn_stats(x: Tensor) -> Statistics:
-    """See `Kernels.bn_stats`. A program owns every `programs`-th tile of a block of channels."""
+    """See `Kernels.bn_stats`. A program owns every `programs`-th tile of some channels."""
     launch = elementwise_launch(x)
     with on_device_of(x):
         sums = new_sums(x, launch.channels)

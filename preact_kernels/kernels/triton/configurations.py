@@ -1,8 +1,8 @@
-"""Block shapes, warps and stages: the largest that compile without spilling registers.
+"""Tile sizes, warps and stages: the largest that compile without spilling registers.
 
 A choice depends only on the shape, the dtypes and the GPU. Nothing is tuned at run time, so all
 processes of a group choose alike. `LIMITS` has limits by generation of GPU, a few rules lower them,
-and `_fitting` reduces blocks that exceed the shared memory of the GPU.
+and `_fitting` reduces tiles that exceed the shared memory of the GPU.
 """
 
 import functools
@@ -39,36 +39,36 @@ ELEMENTWISE_RESIDENT = 4
 TILES_OF_IMAGE = 8
 
 
-class ElementwiseBlocks(NamedTuple):
+class ElementwiseTiles(NamedTuple):
     """Tile shape and warps of an elementwise kernel."""
 
-    block_pixels: int
-    block_channels: int
+    tile_pixels: int
+    tile_channels: int
     num_warps: int
 
 
-class ConvBlocks(NamedTuple):
+class ConvTiles(NamedTuple):
     """Launch configuration of a convolution kernel."""
 
-    block_pixels: int
-    block_cin: int
-    block_cout: int
+    tile_pixels: int
+    tile_cin: int
+    tile_cout: int
     num_warps: int
     num_stages: int  # stages of the loop over tiles
     num_tap_stages: int = 1  # stages of the inner loop over taps; 0: unrolled
     resident: int = 1  # programs per multiprocessor
 
 
-class BackwardBlocks(NamedTuple):
+class BackwardTiles(NamedTuple):
     """Launch configurations of the backward of a convolution."""
 
-    input: ConvBlocks  # g and its sums
-    weight: ConvBlocks  # the gradient of the weight
-    both: ConvBlocks | None  # both in one pass; None if it would spill registers
+    input: ConvTiles  # g and its sums
+    weight: ConvTiles  # the gradient of the weight
+    both: ConvTiles | None  # both in one pass; None if it would spill registers
 
 
 class Device(NamedTuple):
-    """The properties of a GPU that select block shapes and grids."""
+    """The properties of a GPU that select tile sizes and grids."""
 
     capability: int  # 90 for 9.0
     multiprocessors: int
@@ -82,14 +82,14 @@ class Limits(NamedTuple):
     of the weight. Names with `taps` are for more than one tap, other names for 1x1.
     """
 
-    forward_pixels: tuple[int, int, int]  # for 1, 2 and more blocks of input channels
+    forward_pixels: tuple[int, int, int]  # for 1, 2 and more tiles of input channels
     forward_stages: int
-    wide_cout_channels: int  # most input channels for blocks of 128 output channels, not 64
+    wide_cout_channels: int  # most input channels for tiles of 128 output channels, not 64
     forward_taps_warps: int
     input_pixels: tuple[int, int, int]  # for up to 2,048, up to 8,192 and more weights
     input_stages: int
     one_pass_weights: int  # most weights for computing g and their gradient in one pass
-    input_taps_masked: tuple[int, int, int]  # pixels, most input channels of a block, warps
+    input_taps_masked: tuple[int, int, int]  # pixels, most input channels of a tile, warps
     weight_stages: int  # 1 on Blackwell: Triton 3.6 fails to pipeline this kernel
     weight_taps_pixels: int  # for more than 2,048 weights per tap
 
@@ -106,22 +106,22 @@ LIMITS = {
 }
 
 
-def _block(channels: int, largest: int) -> int:
+def _tile(channels: int, largest: int) -> int:
     """The smallest power of two >= `channels`, from 16 (tensor cores) to `largest`."""
     return min(max(triton.next_power_of_2(channels), 16), largest)
 
 
 @functools.cache
-def elementwise(channels: int, is_small: bool = False) -> ElementwiseBlocks:
+def elementwise(channels: int, is_small: bool = False) -> ElementwiseTiles:
     """Tiles of 4,096 elements, up to 128 channels wide; of 2,048 where narrow or masked.
 
     If `is_small`, half as many elements.
     """
-    block_channels = min(triton.next_power_of_2(channels), 128)
-    elements = 4096 if channels % max(block_channels, 32) == 0 else 2048
+    tile_channels = min(triton.next_power_of_2(channels), 128)
+    elements = 4096 if channels % max(tile_channels, 32) == 0 else 2048
     if is_small:
         elements //= 2
-    return ElementwiseBlocks(elements // block_channels, block_channels, 8)
+    return ElementwiseTiles(elements // tile_channels, tile_channels, 8)
 
 
 def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> bool:
@@ -142,25 +142,25 @@ def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> b
 
 
 @functools.lru_cache(maxsize=1024)
-def conv_forward(device: Device, unit: Unit) -> ConvBlocks:
+def conv_forward(device: Device, unit: Unit) -> ConvTiles:
     """Launch configuration of a unit's forward."""
-    blocks = (_forward_1x1 if _is_1x1(unit) else _forward_taps)(device.capability, unit)
-    return _fitting(forward_bytes, blocks, device, unit)
+    config = (_forward_1x1 if _is_1x1(unit) else _forward_taps)(device.capability, unit)
+    return _fitting(forward_bytes, config, device, unit)
 
 
-def filling(blocks: ConvBlocks, device: Device, pixels: int, columns: int) -> ConvBlocks:
+def filling(config: ConvTiles, device: Device, pixels: int, columns: int) -> ConvTiles:
     """Reduces tiles to 64 pixels if larger ones leave multiprocessors idle."""
-    tiles = -(-pixels // blocks.block_pixels) * columns
-    if tiles < device.multiprocessors and blocks.block_pixels > 64:
-        return blocks._replace(block_pixels=64)
-    return blocks
+    tiles = -(-pixels // config.tile_pixels) * columns
+    if tiles < device.multiprocessors and config.tile_pixels > 64:
+        return config._replace(tile_pixels=64)
+    return config
 
 
 @functools.lru_cache(maxsize=1024)
-def conv_backward(device: Device, unit: Unit) -> BackwardBlocks:
+def conv_backward(device: Device, unit: Unit) -> BackwardTiles:
     """Launch configurations of a unit's backward."""
     found = (_backward_1x1 if _is_1x1(unit) else _backward_taps)(device.capability, unit)
-    return BackwardBlocks(
+    return BackwardTiles(
         _fitting(input_bytes, found.input, device, unit),
         _fitting(weight_bytes, found.weight, device, unit),
         found.both and _fitting(input_bytes, found.both, device, unit),
@@ -168,27 +168,27 @@ def conv_backward(device: Device, unit: Unit) -> BackwardBlocks:
 
 
 def _fitting(
-    needed: Callable[[ConvBlocks, Unit], int], blocks: ConvBlocks, device: Device, unit: Unit
-) -> ConvBlocks:
+    needed: Callable[[ConvTiles, Unit], int], config: ConvTiles, device: Device, unit: Unit
+) -> ConvTiles:
     """Reduces the pixels, then the stages, until `needed` bytes fit in shared memory."""
-    stages = max(blocks.num_stages, blocks.num_tap_stages)
-    choices = [(p, stages) for p in (blocks.block_pixels >> i for i in range(4)) if p >= 16]
+    stages = max(config.num_stages, config.num_tap_stages)
+    choices = [(p, stages) for p in (config.tile_pixels >> i for i in range(4)) if p >= 16]
     for pixels, stages in (*choices, *((p, 1) for p, _ in choices)):
-        fitting = blocks._replace(
-            block_pixels=pixels,
-            num_stages=min(blocks.num_stages, stages),
-            num_tap_stages=min(blocks.num_tap_stages, stages),
+        fitting = config._replace(
+            tile_pixels=pixels,
+            num_stages=min(config.num_stages, stages),
+            num_tap_stages=min(config.num_tap_stages, stages),
         )
         if needed(fitting, unit) <= device.shared_bytes:
             break
     return fitting
 
 
-def forward_bytes(blocks: ConvBlocks, unit: Unit) -> int:
+def forward_bytes(config: ConvTiles, unit: Unit) -> int:
     """Upper bound of the shared memory of a forward, with a residual."""
-    pixels, cin, cout, _, stages, tap_stages, _ = blocks
+    pixels, cin, cout, _, stages, tap_stages, _ = config
     size, x_size, y_size = _itemsizes(unit)
-    exchanged = _exchanged_bytes(blocks, max(cin, cout), size)
+    exchanged = _exchanged_bytes(config, max(cin, cout), size)
     if not _is_1x1(unit):
         # Operands of a tap are stored again after rounding to TF32, while the next are copied.
         operands = (pixels * cin + cin * cout) * 4 if size == 4 else 0
@@ -199,14 +199,14 @@ def forward_bytes(blocks: ConvBlocks, unit: Unit) -> int:
     return (stages - 1) * read + channels * cout * size + exchanged
 
 
-def input_bytes(blocks: ConvBlocks, unit: Unit) -> int:
+def input_bytes(config: ConvTiles, unit: Unit) -> int:
     """Upper bound of the shared memory of the kernel for g; for 1x1, with a step and a skip."""
-    pixels, cin, cout, _, stages, tap_stages, _ = blocks
+    pixels, cin, cout, _, stages, tap_stages, _ = config
     size, x_size, y_size = _itemsizes(unit)
     taps = math.prod(unit.weight_shape[2:])
     channels = triton.cdiv(unit.weight_shape[0], cout) * cout
     weights = channels * cin * size
-    exchanged = _exchanged_bytes(blocks, max(cin, cout) * (1 + _has_float32_side(unit)), size)
+    exchanged = _exchanged_bytes(config, max(cin, cout) * (1 + _has_float32_side(unit)), size)
     if taps == 1:
         read = pixels * channels * (size + 2 * y_size)  # g, x and skip of the step
         return (stages - 1) * (read + pixels * cin * x_size) + weights + exchanged
@@ -218,18 +218,18 @@ def input_bytes(blocks: ConvBlocks, unit: Unit) -> int:
     return max(stages - 1, 1) * read + taps * weights + operands + exchanged
 
 
-def weight_bytes(blocks: ConvBlocks, unit: Unit) -> int:
+def weight_bytes(config: ConvTiles, unit: Unit) -> int:
     """Upper bound of the shared memory of the kernel for the gradient of the weight."""
-    pixels, cin, cout, _, stages, _, _ = blocks
+    pixels, cin, cout, _, stages, _, _ = config
     size, x_size, y_size = _itemsizes(unit)
     read = pixels * (cout * y_size + taps_per_program(unit.weight_shape[3]) * cin * x_size)
-    return (stages - 1) * read + _exchanged_bytes(blocks, cin + cout, size)
+    return (stages - 1) * read + _exchanged_bytes(config, cin + cout, size)
 
 
-def _exchanged_bytes(blocks: ConvBlocks, channels: int, size: int) -> int:
+def _exchanged_bytes(config: ConvTiles, channels: int, size: int) -> int:
     """Bytes in which threads exchange float32 tiles of `channels`, weights, or sums."""
-    tiles = 4 * blocks.block_pixels * channels
-    return max(tiles, blocks.block_cin * blocks.block_cout * size, 8192) + (size == 4) * 4096
+    tiles = 4 * config.tile_pixels * channels
+    return max(tiles, config.tile_cin * config.tile_cout * size, 8192) + (size == 4) * 4096
 
 
 def taps_per_program(kernel_width: int) -> int:
@@ -276,32 +276,32 @@ def _has_small_tiles(capability: int, unit: Unit) -> bool:
     return is_hopper and _is_half(unit) and not (_is_masked(unit) or _has_float32_side(unit))
 
 
-def _forward_1x1(capability: int, unit: Unit) -> ConvBlocks:
+def _forward_1x1(capability: int, unit: Unit) -> ConvTiles:
     out_channels, channels = unit.weight_shape[:2]
     limits = _limits(capability, unit)
     has_small_tiles = _has_small_tiles(capability, unit) and channels * out_channels <= 4096
     has_small_tiles &= channels <= 128
     has_wide_cout = channels <= limits.wide_cout_channels and not has_small_tiles
-    cin, cout = _block(channels, 64), _block(out_channels, 128 if has_wide_cout else 64)
-    blocks = triton.cdiv(channels, cin)
-    pixels = limits.forward_pixels[min(blocks, 3) - 1]
+    cin, cout = _tile(channels, 64), _tile(out_channels, 128 if has_wide_cout else 64)
+    cin_tiles = triton.cdiv(channels, cin)
+    pixels = limits.forward_pixels[min(cin_tiles, 3) - 1]
     if cout > 64:
         pixels = min(pixels, 64)
     has_float32_x = unit.x_dtype.itemsize > unit.dtype.itemsize
     is_partly_empty = capability < HOPPER and (cout < 64 or channels % cin != 0)
-    if blocks > 2 and (has_float32_x or is_partly_empty):
+    if cin_tiles > 2 and (has_float32_x or is_partly_empty):
         pixels = min(pixels, 32)
     if _is_masked(unit) and not _is_half(unit):
         pixels = min(pixels, 32)
     stages = 1 if _is_masked(unit) else limits.forward_stages
-    resident = 2 if _is_half(unit) and blocks == 1 and cout == 16 else 1
+    resident = 2 if _is_half(unit) and cin_tiles == 1 and cout == 16 else 1
     if has_small_tiles and resident == 1:
         pixels, resident = 64, 2
-    return ConvBlocks(pixels, cin, cout, 8, stages, resident=resident)
+    return ConvTiles(pixels, cin, cout, 8, stages, resident=resident)
 
 
-def _forward_taps(capability: int, unit: Unit) -> ConvBlocks:
-    cin, cout = (_block(channels, 64) for channels in unit.weight_shape[1::-1])
+def _forward_taps(capability: int, unit: Unit) -> ConvTiles:
+    cin, cout = (_tile(channels, 64) for channels in unit.weight_shape[1::-1])
     limits, is_masked = _limits(capability, unit), _is_masked(unit)
     pixels, warps, resident = limits.forward_pixels[0], limits.forward_taps_warps, 1
     if _has_float32_side(unit):
@@ -312,19 +312,19 @@ def _forward_taps(capability: int, unit: Unit) -> ConvBlocks:
         warps = 4
     if _is_half(unit) and not is_masked:
         resident = {16: 3 if capability < HOPPER else 4, 32: 2, 64: 1}[max(cin, cout)]
-    return ConvBlocks(pixels, cin, cout, warps, 1, 1 if is_masked else STAGES, resident)
+    return ConvTiles(pixels, cin, cout, warps, 1, 1 if is_masked else STAGES, resident)
 
 
-def _backward_1x1(capability: int, unit: Unit) -> BackwardBlocks:
+def _backward_1x1(capability: int, unit: Unit) -> BackwardTiles:
     out_channels, channels = unit.weight_shape[:2]
     limits = _limits(capability, unit)
-    cin, cout = _block(channels, 64), _block(out_channels, 128 if _is_half(unit) else 64)
+    cin, cout = _tile(channels, 64), _tile(out_channels, 128 if _is_half(unit) else 64)
     weights = cin * cout * triton.cdiv(out_channels, cout)
     in_one_pass = weights <= limits.one_pass_weights
-    holds_several_blocks = in_one_pass and cin > 16 and cout < out_channels
+    holds_several_tiles = in_one_pass and cin > 16 and cout < out_channels
     has_float32_y = unit.y_dtype.itemsize > unit.dtype.itemsize and capability >= HOPPER
     pixels = limits.input_pixels[(weights > 2048) + (weights > 8192)]
-    if _is_masked(unit) or holds_several_blocks or (has_float32_y and not in_one_pass):
+    if _is_masked(unit) or holds_several_tiles or (has_float32_y and not in_one_pass):
         pixels = 16
     if capability >= BLACKWELL and _is_half(unit) and cin == 16 and weights == 2048:
         pixels = 64  # a tile of 32 spills
@@ -332,13 +332,13 @@ def _backward_1x1(capability: int, unit: Unit) -> BackwardBlocks:
     resident = 1
     if _has_small_tiles(capability, unit) and weights <= 1024 and min(cin, cout) == 16:
         pixels, resident = 64 if cin == 16 else 32, 2
-    blocks = ConvBlocks(pixels, cin, cout, 8, stages, resident=resident)
-    weight = _weight_blocks(limits, unit, cin, cout)
-    return BackwardBlocks(blocks, weight, blocks if in_one_pass else None)
+    config = ConvTiles(pixels, cin, cout, 8, stages, resident=resident)
+    weight = _weight_tiles(limits, unit, cin, cout)
+    return BackwardTiles(config, weight, config if in_one_pass else None)
 
 
-def _backward_taps(capability: int, unit: Unit) -> BackwardBlocks:
-    cin, cout = (_block(channels, 64) for channels in unit.weight_shape[1::-1])
+def _backward_taps(capability: int, unit: Unit) -> BackwardTiles:
+    cin, cout = (_tile(channels, 64) for channels in unit.weight_shape[1::-1])
     limits, weights = _limits(capability, unit), math.prod(unit.weight_shape[2:]) * cin * cout
     pixels, max_cin, warps, stages = *limits.input_taps_masked, 1
     if not _is_masked(unit):
@@ -346,24 +346,24 @@ def _backward_taps(capability: int, unit: Unit) -> BackwardBlocks:
         warps = 4 if _is_half(unit) and cin * cout == 256 else 8
         if _has_float32_side(unit) and cin * cout > 2048:
             pixels = 32
-    blocks = ConvBlocks(pixels, min(cin, max_cin), cout, warps, 1, stages)
+    config = ConvTiles(pixels, min(cin, max_cin), cout, warps, 1, stages)
     both = None
     if unit.y_dtype.itemsize == 2 and weights <= ONE_PASS_WEIGHTS_TAPS:
         # Small programs hide each other's latency.
-        both = ConvBlocks(32, cin, cout, 2, 1 if _is_masked(unit) else STAGES, 0, resident=4)
+        both = ConvTiles(32, cin, cout, 2, 1 if _is_masked(unit) else STAGES, 0, resident=4)
     elif _has_small_tiles(capability, unit) and cin == cout == 32:
         # Elsewhere such a program spills, or Triton 3.6 fails to compile it (Blackwell).
-        both = ConvBlocks(64, cin, cout, 8, 1, 0)
-    weight = _weight_blocks(limits, unit, cin, cout)
-    return BackwardBlocks(blocks, weight, both)
+        both = ConvTiles(64, cin, cout, 8, 1, 0)
+    weight = _weight_tiles(limits, unit, cin, cout)
+    return BackwardTiles(config, weight, both)
 
 
-def _weight_blocks(limits: Limits, unit: Unit, cin: int, cout: int) -> ConvBlocks:
-    """Blocks for the gradient of the weight; `cin` and `cout` are the blocks for g."""
+def _weight_tiles(limits: Limits, unit: Unit, cin: int, cout: int) -> ConvTiles:
+    """Tiles for the gradient of the weight; `cin` and `cout` are the tiles for g."""
     pixels, stages = limits.input_pixels[0], limits.weight_stages
     if not _is_1x1(unit):
         pixels = limits.weight_taps_pixels if cin * cout > 2048 else 32
     if _is_masked(unit):
         pixels, stages = 16, 1
     warps = 4 if _is_half(unit) and (_is_masked(unit) or cin * cout == 256) else 8
-    return ConvBlocks(pixels, cin, min(cout, 64), warps, stages)
+    return ConvTiles(pixels, cin, min(cout, 64), warps, stages)

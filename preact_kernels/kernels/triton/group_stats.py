@@ -32,36 +32,36 @@ def group_moments_kernel(
     pixels,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Pivot, mean - pivot, and sum((x - mean)^2) per channel, over some pixels of an image.
 
     `x` is `[images, pixels, CHANNELS]` and `moments` `[programs, 3, CHANNELS]`. The pivot is near
     the mean of the first tile, so that differences are small. The mean of a constant channel is
-    exact. Grid: images * programs of an image, channel blocks.
+    exact. Grid: images * programs of an image, channel tiles.
     """
     wait_for_predecessors()
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
-    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CHANNELS: tl.constexpr = TILES.tile_channels
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < CHANNELS
-    tiles = tiles_of(pixels, BLOCK_PIXELS)
+    tiles = tiles_of(pixels, TILE_PIXELS)
     programs = tiles_of(tiles, _TILES_OF_IMAGE)
     image, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     x += image.to(tl.int64) * pixels * CHANNELS
     first = program * _TILES_OF_IMAGE
     last = tl.minimum(first + _TILES_OF_IMAGE, tiles)
-    pixel = pixel_indices(first, BLOCK_PIXELS, INT64)
+    pixel = pixel_indices(first, TILE_PIXELS, INT64)
     mask = (pixel < pixels)[:, None] & is_channel[None, :]
     at = pixel[:, None] * CHANNELS + channel[None, :]
-    rows = tl.minimum(pixels - first * BLOCK_PIXELS, BLOCK_PIXELS).to(tl.float32)
+    rows = tl.minimum(pixels - first * TILE_PIXELS, TILE_PIXELS).to(tl.float32)
     pivot = column_sums(tl.load(x + at, mask=mask, other=0.0).to(tl.float32)) / rows
     pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
     # Sums over tiles stay in the registers of each thread until the end.
-    total = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
-    squares = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
+    total = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
+    squares = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
     for tile in tl.range(first, last, num_stages=3):
-        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, TILE_PIXELS, INT64)
         mask = (pixel < pixels)[:, None] & is_channel[None, :]
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -69,7 +69,7 @@ def group_moments_kernel(
         total += shifted
         squares += shifted * shifted
     sums = column_sums(total)
-    rows = tl.minimum(pixels - first * BLOCK_PIXELS, _TILES_OF_IMAGE * BLOCK_PIXELS)
+    rows = tl.minimum(pixels - first * TILE_PIXELS, _TILES_OF_IMAGE * TILE_PIXELS)
     offset = tl.div_rn(sums, tl.zeros_like(sums) + rows.to(tl.float32))
     m2 = column_sums(squares) - sums * offset
     moments += tl.program_id(0).to(tl.int64) * (3 * CHANNELS) + channel
@@ -88,7 +88,7 @@ def group_stats_kernel(
     programs,
     channels,
     size,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Mean and variance `[images, channels]` of groups of `size` channels, from moments.
 
@@ -101,10 +101,10 @@ def group_stats_kernel(
     image, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     moments += image.to(tl.int64) * programs * (3 * channels) + group * size
     near = tl.load(moments).to(tl.float64) + tl.load(moments + channels).to(tl.float64)
-    total = tl.zeros([BLOCK], tl.float64)
-    squares = tl.zeros([BLOCK], tl.float64)
-    for begin in range(0, programs * size, BLOCK):
-        index = begin + tl.arange(0, BLOCK)
+    total = tl.zeros([TILE], tl.float64)
+    squares = tl.zeros([TILE], tl.float64)
+    for begin in range(0, programs * size, TILE):
+        index = begin + tl.arange(0, TILE)
         mask = index < programs * size
         program = index // size
         at = moments + program.to(tl.int64) * (3 * channels) + index % size
@@ -119,9 +119,9 @@ def group_stats_kernel(
     variance = tl.sum(squares, 0) / count - shift * shift
     variance = tl.where(variance < 0, 0.0, variance)
     row = image.to(tl.int64) * channels + group * size
-    for begin in range(0, size, BLOCK):
-        index = begin + tl.arange(0, BLOCK)
-        zeros = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, size, TILE):
+        index = begin + tl.arange(0, TILE)
+        zeros = tl.zeros([TILE], tl.float32)
         tl.store(mean + row + index, zeros + (near + shift).to(tl.float32), mask=index < size)
         tl.store(var + row + index, zeros + variance.to(tl.float32), mask=index < size)
 
@@ -129,7 +129,7 @@ def group_stats_kernel(
 def group_stats(x: Tensor, groups: int) -> Statistics:
     """See `Kernels.group_stats`.
 
-    A program owns some tiles of a block of channels of an image; in the second launch, a group of
+    A program owns some tiles of a few channels of an image; in the second launch, a group of
     an image.
     """
     launch = elementwise_launch(x, by_image=True)
@@ -144,13 +144,13 @@ def group_stats(x: Tensor, groups: int) -> Statistics:
             launch.constants,
             launch.num_warps,
         )
-        program_pixels = TILES_OF_IMAGE * launch.constants["BLOCKS"].block_pixels
+        program_pixels = TILES_OF_IMAGE * launch.constants["TILES"].tile_pixels
         size = channels // groups
         launch_kernel(
             group_stats_kernel,
             (images * groups, 1, 1),
             (moments, mean, var, launch.pixels, program_pixels, programs, channels, size),
-            {"BLOCK": 1024 if INTERPRETED else 256},
+            {"TILE": 1024 if INTERPRETED else 256},
             2,
         )
     return Statistics(mean, var)

@@ -20,7 +20,7 @@ from preact_kernels.kernels.triton.batch_norm import (
     pre_activation,
     tiles_of,
 )
-from preact_kernels.kernels.triton.configurations import MAX_PART_ROWS, ConvBlocks
+from preact_kernels.kernels.triton.configurations import MAX_PART_ROWS, ConvTiles
 from preact_kernels.kernels.triton.conv import (
     NO_STEP,
     UnitSizes,
@@ -46,12 +46,12 @@ from preact_kernels.kernels.triton.reduction import (
 
 
 @triton.constexpr_function
-def tap_parts(taps, block_cout):
+def tap_parts(taps, tile_cout):
     """Numbers of taps per product: powers of two, in falling order.
 
     More rows of weights in a product take fewer instructions, until registers spill.
     """
-    most = MAX_PART_ROWS // (16 if block_cout == 16 else 64)
+    most = MAX_PART_ROWS // (16 if tile_cout == 16 else 64)
     parts = []
     while (left := taps - sum(parts)) > 0:
         parts.append(min(most, 1 << left.bit_length() - 1))
@@ -59,35 +59,35 @@ def tap_parts(taps, block_cout):
 
 
 @triton.constexpr_function
-def parts_of(taps, cout_blocks, block_cout):
+def parts_of(taps, cout_tiles, tile_cout):
     """Number of parts of the unrolled sum over taps and output channels; see `rows_of_part`."""
-    return cout_blocks if taps == 1 else len(tap_parts(taps, block_cout))
+    return cout_tiles if taps == 1 else len(tap_parts(taps, tile_cout))
 
 
 @triton.constexpr_function
-def taps_of_part(taps, part, block_cout):
+def taps_of_part(taps, part, tile_cout):
     """Number of taps of a part."""
-    return 1 if taps == 1 else tap_parts(taps, block_cout)[part]
+    return 1 if taps == 1 else tap_parts(taps, tile_cout)[part]
 
 
 @triton.constexpr_function
-def first_tap(taps, part, block_cout):
+def first_tap(taps, part, tile_cout):
     """The first tap of a part."""
-    return 0 if taps == 1 else sum(tap_parts(taps, block_cout)[:part])
+    return 0 if taps == 1 else sum(tap_parts(taps, tile_cout)[:part])
 
 
 @triton.jit
-def rows_of_part(part, TAPS: tl.constexpr, BLOCK_COUT: tl.constexpr):
+def rows_of_part(part, TAPS: tl.constexpr, TILE_COUT: tl.constexpr):
     """The tap and the output channel of each row of a part of the weights.
 
-    A part `[taps * out channels, channels]` is a block of output channels of 1x1 weights, or all
+    A part `[taps * out channels, channels]` is a tile of output channels of 1x1 weights, or all
     output channels of some taps.
     """
-    row = tl.arange(0, taps_of_part(TAPS, part, BLOCK_COUT) * BLOCK_COUT)
+    row = tl.arange(0, taps_of_part(TAPS, part, TILE_COUT) * TILE_COUT)
     if TAPS == 1:
-        return tl.zeros_like(row), part * BLOCK_COUT + row
+        return tl.zeros_like(row), part * TILE_COUT + row
     else:
-        return first_tap(TAPS, part, BLOCK_COUT) + row // BLOCK_COUT, row % BLOCK_COUT
+        return first_tap(TAPS, part, TILE_COUT) + row // TILE_COUT, row % TILE_COUT
 
 
 @triton.jit
@@ -127,11 +127,11 @@ def load_taps(
     sizes,
     dtype: tl.constexpr,
     SHAPE: tl.constexpr,
-    BLOCK_COUT: tl.constexpr,
+    TILE_COUT: tl.constexpr,
 ):
     """`load_tap` for a part of the taps, `[pixels, taps * out channels]`, of a dy without step."""
     pixel, is_pixel = tile_pixels
-    tap, out_channel = rows_of_part(part, SHAPE.R * SHAPE.S, BLOCK_COUT)
+    tap, out_channel = rows_of_part(part, SHAPE.R * SHAPE.S, TILE_COUT)
     out_pixel, exists = output_pixels(pixel[:, None], is_pixel[:, None], tap[None, :], sizes, SHAPE)
     mask = exists & (out_channel < SHAPE.K)[None, :]
     at = out_pixel * SHAPE.K + out_channel[None, :]
@@ -165,7 +165,7 @@ def store_weights_by_tap(
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """Stores this program's gradients of the weights `[R, S, K, C]`, tap by tap, in `own`.
 
@@ -173,15 +173,15 @@ def store_weights_by_tap(
     dy is 0 there, and 0 * inf is NaN.
     """
     C: tl.constexpr = SHAPE.C
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
-    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CIN: tl.constexpr = TILES.tile_cin
+    TILE_COUT: tl.constexpr = TILES.tile_cout
     is_channel = channel < C
-    out_channel = tl.arange(0, BLOCK_COUT)
+    out_channel = tl.arange(0, TILE_COUT)
     for tap in tl.range(SHAPE.R * SHAPE.S):
-        dweight = tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32)
-        for tile in tl.range(tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0)):
-            pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+        dweight = tl.zeros([TILE_COUT, TILE_CIN], tl.float32)
+        for tile in tl.range(tl.program_id(0), tiles_of(pixels, TILE_PIXELS), tl.num_programs(0)):
+            pixel = pixel_indices(tile, TILE_PIXELS, INT64)
             is_pixel = pixel < pixels
             _, exists = output_pixels(pixel, is_pixel, tap, sizes, SHAPE)
             mask = exists[:, None] & is_channel[None, :]
@@ -212,14 +212,14 @@ def norm_act_conv_backward_kernel(
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
     IN_TRAINING: tl.constexpr,
 ):
     """g `[pixels, C]` = conv_transpose(dy) * act'(p), its sums, and dconv_weight.
 
     `dy` is a `Gradient`, without a step if there are several taps. Stores the result of the step in
     `whole`, and gradients of the weight in `partials [programs, R, S, K, C]`, unless these are
-    None. Grid: programs, blocks of input channels.
+    None. Grid: programs, tiles of input channels.
     """
     wait_for_predecessors()
     dtype: tl.constexpr = conv_weight.dtype.element_ty
@@ -227,50 +227,50 @@ def norm_act_conv_backward_kernel(
     K: tl.constexpr = SHAPE.K
     TAPS: tl.constexpr = SHAPE.R * SHAPE.S
     WITH_WEIGHT: tl.constexpr = partials is not None
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
-    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
-    COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
-    PARTS: tl.constexpr = parts_of(TAPS, COUT_BLOCKS, BLOCK_COUT)
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CIN: tl.constexpr = TILES.tile_cin
+    TILE_COUT: tl.constexpr = TILES.tile_cout
+    COUT_TILES: tl.constexpr = (K + TILE_COUT - 1) // TILE_COUT
+    PARTS: tl.constexpr = parts_of(TAPS, COUT_TILES, TILE_COUT)
     HOLDS_WEIGHTS: tl.constexpr = TAPS == 1 or WITH_WEIGHT
-    tl.static_assert(TAPS == 1 or COUT_BLOCKS == 1)
-    channel = tl.program_id(1) * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
+    tl.static_assert(TAPS == 1 or COUT_TILES == 1)
+    channel = tl.program_id(1) * TILE_CIN + tl.arange(0, TILE_CIN)
     is_channel = channel < C
     values = load_norm(norm, channel, C)
     mean, rstd = values[0], values[1]
     steps = ()
-    for block in tl.static_range(COUT_BLOCKS):
-        out_channel = block * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+    for cout_tile in tl.static_range(COUT_TILES):
+        out_channel = cout_tile * TILE_COUT + tl.arange(0, TILE_COUT)
         steps = steps + (load_affine_step(dy.step, out_channel, K),)
-    sum_g = empty_sums(BLOCK_PIXELS, BLOCK_CIN, FOLDED=True)
-    sum_g_x = empty_sums(BLOCK_PIXELS, BLOCK_CIN, FOLDED=True)
+    sum_g = empty_sums(TILE_PIXELS, TILE_CIN, FOLDED=True)
+    sum_g_x = empty_sums(TILE_PIXELS, TILE_CIN, FOLDED=True)
     weights = ()
     dweights = ()
     if HOLDS_WEIGHTS:
         for part in tl.static_range(PARTS):
-            tap, out_channel = rows_of_part(part, TAPS, BLOCK_COUT)
+            tap, out_channel = rows_of_part(part, TAPS, TILE_COUT)
             weight = load_weight(conv_weight, tap[:, None], channel, out_channel, SHAPE, True)
             weights = weights + (weight,)
             if WITH_WEIGHT:
-                dweights = dweights + (tl.zeros([tap.shape[0], BLOCK_CIN], tl.float32),)
+                dweights = dweights + (tl.zeros([tap.shape[0], TILE_CIN], tl.float32),)
     for tile in tl.range(
         tl.program_id(0),
-        tiles_of(pixels, BLOCK_PIXELS),
+        tiles_of(pixels, TILE_PIXELS),
         tl.num_programs(0),
-        num_stages=BLOCKS.num_stages,
+        num_stages=TILES.num_stages,
     ):
-        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, TILE_PIXELS, INT64)
         is_pixel = pixel < pixels
         tile_pixels = (pixel, is_pixel)
         mask = is_pixel[:, None] & is_channel[None, :]
         at = pixel[:, None] * C + channel[None, :]
         x_tile, p, a = load_activation(x, values, at, mask, parameter, ACTIVATION)
-        da = tl.zeros([BLOCK_PIXELS, BLOCK_CIN], tl.float32)
+        da = tl.zeros([TILE_PIXELS, TILE_CIN], tl.float32)
         if HOLDS_WEIGHTS:
             added = ()
             for part in tl.static_range(PARTS):
                 if TAPS == 1:
-                    out_channel = part * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+                    out_channel = part * TILE_COUT + tl.arange(0, TILE_COUT)
                     dy_tile = load_tap(
                         0,
                         out_channel,
@@ -284,15 +284,15 @@ def norm_act_conv_backward_kernel(
                         IN_TRAINING,
                     )
                 else:
-                    dy_tile = load_taps(part, dy, tile_pixels, sizes, dtype, SHAPE, BLOCK_COUT)
+                    dy_tile = load_taps(part, dy, tile_pixels, sizes, dtype, SHAPE, TILE_COUT)
                 da = dot(dy_tile, weights[part], da, dtype, PRECISION)
                 if WITH_WEIGHT:
                     dweight = dot(tl.trans(dy_tile), a, dweights[part], dtype, PRECISION)
                     added = added + (dweight,)
             dweights = added
         else:
-            out_channel = tl.arange(0, BLOCK_COUT)
-            for tap in tl.range(TAPS, num_stages=BLOCKS.num_tap_stages):
+            out_channel = tl.arange(0, TILE_COUT)
+            for tap in tl.range(TAPS, num_stages=TILES.num_tap_stages):
                 dy_tile = load_tap(
                     tap, out_channel, dy, None, None, tile_pixels, sizes, dtype, SHAPE, False
                 )
@@ -311,7 +311,7 @@ def norm_act_conv_backward_kernel(
     if WITH_WEIGHT:
         own = partials + tl.program_id(0).to(tl.int64) * (TAPS * K * C)
         for part in tl.static_range(PARTS):
-            tap, out_channel = rows_of_part(part, TAPS, BLOCK_COUT)
+            tap, out_channel = rows_of_part(part, TAPS, TILE_COUT)
             w_at = ((tap * K + out_channel) * C)[:, None] + channel[None, :]
             w_mask = (out_channel < K)[:, None] & is_channel[None, :]
             tl.store(own + w_at, dweights[part], mask=w_mask)
@@ -335,25 +335,25 @@ def norm_act_conv_backward_kernel(
                 INT64,
                 PRECISION,
                 ACTIVATION,
-                BLOCKS,
+                TILES,
             )
 
 
-def input_grid(sizes: UnitSizes, blocks: ConvBlocks) -> tuple[int, int, int]:
-    """The grid of a launch: programs, blocks of input channels."""
-    columns = ceil_div(sizes.shape.C, blocks.block_cin)
-    tiles = ceil_div(sizes.x_pixels, blocks.block_pixels)
-    return persistent_programs(sizes.unit.device, tiles, columns, blocks.resident), columns, 1
+def input_grid(sizes: UnitSizes, config: ConvTiles) -> tuple[int, int, int]:
+    """The grid of a launch: programs, tiles of input channels."""
+    columns = ceil_div(sizes.shape.C, config.tile_cin)
+    tiles = ceil_div(sizes.x_pixels, config.tile_pixels)
+    return persistent_programs(sizes.unit.device, tiles, columns, config.resident), columns, 1
 
 
 class InputGradientLaunch:
     """Reusable launch for g and its sums, for inputs of one shape.
 
-    A program owns every `programs`-th tile of a block of input channels.
+    A program owns every `programs`-th tile of some input channels.
 
     Args:
         sizes: sizes of the unit.
-        blocks: configuration of the kernel.
+        config: configuration of the kernel.
         prepared: see `launch_kernel`; {} if all tensors of all calls are aligned, except tensors of
             a step without accumulators.
 
@@ -362,17 +362,17 @@ class InputGradientLaunch:
     """
 
     def __init__(
-        self, sizes: UnitSizes, blocks: ConvBlocks, prepared: PreparedLaunches | None = None
+        self, sizes: UnitSizes, config: ConvTiles, prepared: PreparedLaunches | None = None
     ) -> None:
         self._prepared = prepared
         self._g_dtype, self._y_dtype = sizes.unit.dtype, sizes.unit.y_dtype
         self._has_taps = sizes.shape.R * sizes.shape.S > 1
         self._is_pointwise = sizes.shape.is_pointwise()
         self._numbers = sizes.parameter, sizes.images, sizes.x_pixels
-        self._grid = input_grid(sizes, blocks)
+        self._grid = input_grid(sizes, config)
         self.programs = self._grid[0]
-        self._num_warps = blocks.num_warps
-        constants = {**sizes.constants, "BLOCKS": blocks}
+        self._num_warps = config.num_warps
+        constants = {**sizes.constants, "TILES": config}
         self._constants = [{**constants, "IN_TRAINING": flag} for flag in (False, True)]
 
     def __call__(

@@ -14,7 +14,7 @@ from triton.language.target_info import cuda_capability_geq
 from preact_kernels.kernels.triton.configurations import (
     ELEMENTWISE_RESIDENT,
     TILES_OF_IMAGE,
-    ConvBlocks,
+    ConvTiles,
     Device,
     elementwise,
 )
@@ -70,10 +70,10 @@ def compile_options(constants: Mapping[str, Any], num_warps: int) -> dict[str, A
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     if starts_early():
         options["launch_pdl"] = True
-    blocks = constants.get("BLOCKS")
-    if isinstance(blocks, ConvBlocks):
+    config = constants.get("TILES")
+    if isinstance(config, ConvTiles):
         registers = _REGISTERS_PER_MULTIPROCESSOR // (
-            _THREADS_PER_WARP * num_warps * blocks.resident
+            _THREADS_PER_WARP * num_warps * config.resident
         )
         options["maxnreg"] = min(registers // 8 * 8, _MOST_REGISTERS_PER_THREAD)
     return options
@@ -224,7 +224,7 @@ class ElementwiseLaunch(NamedTuple):
     images: int  # 1: the pixels of the batch count as one image
     pixels: int  # per image
     channels: int
-    grid: tuple[int, int, int]  # a program for each tile and block of channels
+    grid: tuple[int, int, int]  # a program for each tile of pixels and of channels
     constants: dict
     num_warps: int
 
@@ -244,8 +244,8 @@ class ElementwiseLaunch(NamedTuple):
 
 @functools.cache
 def _elementwise_constants(channels: int, int64: bool, is_small: bool) -> dict:
-    blocks = elementwise(channels, is_small)
-    return {"CHANNELS": channels, "INT64": int64, "BLOCKS": blocks}
+    config = elementwise(channels, is_small)
+    return {"CHANNELS": channels, "INT64": int64, "TILES": config}
 
 
 def elementwise_launch(
@@ -262,10 +262,10 @@ def elementwise_launch(
     channels = x.shape[1]
     images = x.shape[0] if by_image else 1
     pixels = x.numel() // (images * channels)
-    blocks = elementwise(channels, is_small)
+    config = elementwise(channels, is_small)
     tiles, columns = (
-        ceil_div(pixels, blocks.block_pixels),
-        ceil_div(channels, blocks.block_channels),
+        ceil_div(pixels, config.tile_pixels),
+        ceil_div(channels, config.tile_channels),
     )
     return ElementwiseLaunch(
         x.device,
@@ -274,5 +274,5 @@ def elementwise_launch(
         channels,
         (images * tiles, columns, 1),
         _elementwise_constants(channels, needs_int64(x.numel()), is_small),
-        blocks.num_warps,
+        config.num_warps,
     )

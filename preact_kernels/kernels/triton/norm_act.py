@@ -62,26 +62,26 @@ def norm_act_forward_kernel(
     ACTIVATION: tl.constexpr,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """y = act(p). x and y are `[images, pixels, CHANNELS]`, with one image if `rows` is None.
 
-    Grid: images * tiles of an image, channel blocks.
+    Grid: images * tiles of an image, channel tiles.
     """
     wait_for_predecessors()
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
-    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CHANNELS: tl.constexpr = TILES.tile_channels
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < CHANNELS
     if rows is not None:
-        tiles = tiles_of(pixels, BLOCK_PIXELS)
+        tiles = tiles_of(pixels, TILE_PIXELS)
         image = tl.program_id(0) // tiles
         offset = image.to(tl.int64) * pixels * CHANNELS
         x, y = x + offset, y + offset
         norm = norm_of_image(norm, rows, image, CHANNELS)
     mean, _, scale, bias = load_norm(norm, channel, CHANNELS)
     tile = tl.program_id(0) if rows is None else tl.program_id(0) % tiles
-    pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+    pixel = pixel_indices(tile, TILE_PIXELS, INT64)
     mask = (pixel < pixels)[:, None] & is_channel[None, :]
     at = pixel[:, None] * CHANNELS + channel[None, :]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -112,22 +112,22 @@ def norm_act_backward_kernel(
     ACTIVATION: tl.constexpr,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """g = dy * act'(p), stored unless `g` is None, and its sums. Grid: programs, channel blocks."""
+    """g = dy * act'(p), stored unless `g` is None, and its sums. Grid: programs, channel tiles."""
     wait_for_predecessors()
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
-    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CHANNELS: tl.constexpr = TILES.tile_channels
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < CHANNELS
     mean, rstd, scale, bias = load_norm(norm, channel, CHANNELS)
     # Sums over tiles stay in the registers of each thread until the end.
-    sum_g = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
-    sum_g_x = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
+    sum_g = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
+    sum_g_x = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
     for tile in tl.range(
-        tl.program_id(0), tiles_of(pixels, BLOCK_PIXELS), tl.num_programs(0), num_stages=3
+        tl.program_id(0), tiles_of(pixels, TILE_PIXELS), tl.num_programs(0), num_stages=3
     ):
-        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, TILE_PIXELS, INT64)
         mask = (pixel < pixels)[:, None] & is_channel[None, :]
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -155,19 +155,19 @@ def norm_act_backward_rows_kernel(
     ACTIVATION: tl.constexpr,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """g = dy * act'(p), stored unless `g` is None, and partial sums of each image.
 
     `sums` is `[programs of an image, 2, images, CHANNELS]`. Grid: images * programs of an image,
-    channel blocks.
+    channel tiles.
     """
     wait_for_predecessors()
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
-    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CHANNELS: tl.constexpr = TILES.tile_channels
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < CHANNELS
-    tiles = tiles_of(pixels, BLOCK_PIXELS)
+    tiles = tiles_of(pixels, TILE_PIXELS)
     programs = tiles_of(tiles, _TILES_OF_IMAGE)
     image, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     offset = image.to(tl.int64) * pixels * CHANNELS
@@ -177,11 +177,11 @@ def norm_act_backward_rows_kernel(
     norm = norm_of_image(norm, rows, image, CHANNELS)
     mean, rstd, scale, bias = load_norm(norm, channel, CHANNELS)
     # Sums over tiles stay in the registers of each thread until the end.
-    sum_g = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
-    sum_g_x = tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
+    sum_g = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
+    sum_g_x = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
     first = program * _TILES_OF_IMAGE
     for tile in tl.range(first, tl.minimum(first + _TILES_OF_IMAGE, tiles), num_stages=3):
-        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, TILE_PIXELS, INT64)
         mask = (pixel < pixels)[:, None] & is_channel[None, :]
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
@@ -209,23 +209,23 @@ def norm_input_gradient_kernel(
     IN_TRAINING: tl.constexpr,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """dx = [skip +] A*g + B*(x - mean) + C; unless ACTIVATION is None, g = gradient.g * act'(p).
 
     All tensors are `[images, pixels, CHANNELS]`, with one image if `rows` is None. Grid: images *
-    tiles of an image, channel blocks.
+    tiles of an image, channel tiles.
     """
     wait_for_predecessors()
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
-    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CHANNELS: tl.constexpr = TILES.tile_channels
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < CHANNELS
     if rows is None:
         coefficients = load_affine_step(gradient.step, channel, CHANNELS)
         tile = tl.program_id(0)
     else:
-        tiles = tiles_of(pixels, BLOCK_PIXELS)
+        tiles = tiles_of(pixels, TILE_PIXELS)
         image, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
         offset = image.to(tl.int64) * pixels * CHANNELS
         dx += offset
@@ -239,7 +239,7 @@ def norm_input_gradient_kernel(
         images = tl.num_programs(0) // tiles
         coefficients = load_pooled_step(gradient.step, image, images, channel, CHANNELS)
     step = gradient.step
-    pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+    pixel = pixel_indices(tile, TILE_PIXELS, INT64)
     mask = (pixel < pixels)[:, None] & is_channel[None, :]
     at = pixel[:, None] * CHANNELS + channel[None, :]
     if ACTIVATION is not None:
@@ -283,7 +283,7 @@ def norm_act_backward(
 ) -> tuple[Tensor | None, Tensor]:
     """See `Kernels.norm_act_backward`.
 
-    A program owns every `programs`-th tile of a block of channels.
+    A program owns every `programs`-th tile of some channels.
     """
     dy, x = aligned(dy), aligned(x)
     if norm.has_rows:
@@ -308,7 +308,7 @@ def _backward_of_images(
 ) -> tuple[Tensor | None, Tensor]:
     """`norm_act_backward` of a norm with rows.
 
-    A program owns some tiles of a block of channels of an image.
+    A program owns some tiles of a few channels of an image.
     """
     launch = elementwise_launch(x, by_image=True)
     rows, (activation, parameter) = (

@@ -65,19 +65,19 @@ class BackwardLaunch:
         prepared: PreparedLaunches | None = None,
     ) -> None:
         self.sizes, self.prepared = sizes, prepared
-        blocks = conv_backward(properties(sizes.unit.device), sizes.unit)
-        self.weight = WeightGradientLaunch(sizes, blocks.weight, prepared)
-        input_blocks, self.in_one_pass = blocks.input, False
-        if blocks.both is not None and wanted.input and wanted.weight:
+        configs = conv_backward(properties(sizes.unit.device), sizes.unit)
+        self.weight = WeightGradientLaunch(sizes, configs.weight, prepared)
+        input_config, self.in_one_pass = configs.input, False
+        if configs.both is not None and wanted.input and wanted.weight:
             is_stored = not dy_is_whole and sizes.shape.R * sizes.shape.S == 1
             self.in_one_pass = not costs_less_apart(
-                input_grid(sizes, blocks.both)[0],
+                input_grid(sizes, configs.both)[0],
                 self.weight.programs,
                 math.prod(sizes.unit.weight_shape),
                 self.weight.passes * (sizes.x_bytes + sizes.y_bytes) + is_stored * sizes.y_bytes,
             )
-            input_blocks = blocks.both if self.in_one_pass else blocks.input
-        self.input = InputGradientLaunch(sizes, input_blocks, prepared)
+            input_config = configs.both if self.in_one_pass else configs.input
+        self.input = InputGradientLaunch(sizes, input_config, prepared)
         self.programs = self.input.programs if self.in_one_pass else self.weight.programs
 
 

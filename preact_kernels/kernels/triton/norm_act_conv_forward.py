@@ -62,61 +62,61 @@ def norm_act_conv_forward_kernel(
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """y `[pixels, K]` = conv(act(p)) [+ conv_bias] [+ residual].
 
     Reads the statistics of x from the accumulators `x_sums` over `count` pixels, or from the norm
     if they are None. Adds moments of y to the accumulators `sums` unless None. Grid: programs,
-    blocks of output channels.
+    tiles of output channels.
     """
     wait_for_predecessors()
     dtype: tl.constexpr = conv_weight.dtype.element_ty
     x_dtype: tl.constexpr = x.dtype.element_ty
     C: tl.constexpr = SHAPE.C
     K: tl.constexpr = SHAPE.K
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
-    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
-    CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CIN: tl.constexpr = TILES.tile_cin
+    TILE_COUT: tl.constexpr = TILES.tile_cout
+    CIN_TILES: tl.constexpr = (C + TILE_CIN - 1) // TILE_CIN
     norms = ()
-    for block in tl.static_range(CIN_BLOCKS):
-        channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
+    for cin_tile in tl.static_range(CIN_TILES):
+        channel = cin_tile * TILE_CIN + tl.arange(0, TILE_CIN)
         norms = norms + (load_norm(norm, channel, C, x_sums, count),)
-    out_channel = tl.program_id(1) * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+    out_channel = tl.program_id(1) * TILE_COUT + tl.arange(0, TILE_COUT)
     is_out_channel = out_channel < K
     weights = ()
     if SHAPE.R * SHAPE.S == 1:
-        for block in tl.static_range(CIN_BLOCKS):
-            channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
+        for cin_tile in tl.static_range(CIN_TILES):
+            channel = cin_tile * TILE_CIN + tl.arange(0, TILE_CIN)
             weight = load_weight(conv_weight, 0, channel, out_channel, SHAPE, TRANSPOSED=False)
             weights = weights + (weight,)
     # With a residual, a thread does not have rows r and r + 8 (`empty_sums`), but wide tiles do not
     # fit in registers otherwise.
-    FOLDED: tl.constexpr = residual is None or BLOCK_COUT > 32
-    moments = empty_moments(BLOCK_COUT)
-    tiles = tiles_of(pixels, BLOCK_PIXELS)
+    FOLDED: tl.constexpr = residual is None or TILE_COUT > 32
+    moments = empty_moments(TILE_COUT)
+    tiles = tiles_of(pixels, TILE_PIXELS)
     begin, end = next_piece(moments, tiles, IN_PIECES=sums is not None)
     while begin < tiles:
         if sums is not None:
-            moments = begin_piece(moments, BLOCK_PIXELS, BLOCK_COUT, FOLDED=FOLDED)
-        for tile in tl.range(begin, end, tl.num_programs(0), num_stages=BLOCKS.num_stages):
-            pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+            moments = begin_piece(moments, TILE_PIXELS, TILE_COUT, FOLDED=FOLDED)
+        for tile in tl.range(begin, end, tl.num_programs(0), num_stages=TILES.num_stages):
+            pixel = pixel_indices(tile, TILE_PIXELS, INT64)
             is_pixel = pixel < pixels
-            total = tl.zeros([BLOCK_PIXELS, BLOCK_COUT], tl.float32)
-            for tap in tl.range(SHAPE.R * SHAPE.S, num_stages=BLOCKS.num_tap_stages):
+            total = tl.zeros([TILE_PIXELS, TILE_COUT], tl.float32)
+            for tap in tl.range(SHAPE.R * SHAPE.S, num_stages=TILES.num_tap_stages):
                 in_pixel, exists = input_pixels(pixel, is_pixel, tap, sizes, SHAPE)
-                for block in tl.static_range(CIN_BLOCKS):
-                    channel = block * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
+                for cin_tile in tl.static_range(CIN_TILES):
+                    channel = cin_tile * TILE_CIN + tl.arange(0, TILE_CIN)
                     is_channel = channel < C
                     mask = exists[:, None] & is_channel[None, :]
                     at = in_pixel[:, None] * C + channel[None, :]
                     x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-                    mean, _, scale, bias = norms[block]
+                    mean, _, scale, bias = norms[cin_tile]
                     a = norm_act(x_tile, mean, scale, bias, parameter, x_dtype, ACTIVATION)
                     a = tl.where(mask, a, 0.0)
                     if SHAPE.R * SHAPE.S == 1:
-                        weight = weights[block]
+                        weight = weights[cin_tile]
                     else:
                         weight = load_weight(
                             conv_weight, tap, channel, out_channel, SHAPE, TRANSPOSED=False
@@ -133,20 +133,20 @@ def norm_act_conv_forward_kernel(
             stored = total.to(y.dtype.element_ty)
             tl.store(y + at, stored, mask=mask)
             if sums is not None:
-                left = pixels - tile * BLOCK_PIXELS
+                left = pixels - tile * TILE_PIXELS
                 moments = add_tile(moments, stored.to(tl.float32), is_pixel, left)
         begin = end
         if sums is not None:
             moments = end_piece(moments)
             begin, end = next_piece(moments, tiles)
     if sums is not None:
-        add_moments(moments, pixels, BLOCK_PIXELS, sums, out_channel, is_out_channel, K)
+        add_moments(moments, pixels, TILE_PIXELS, sums, out_channel, is_out_channel, K)
 
 
 class ForwardLaunch:
     """Reusable launch for the forward of a unit, for inputs of one shape.
 
-    A program owns every `programs`-th tile of a block of output channels.
+    A program owns every `programs`-th tile of some output channels.
 
     Args:
         sizes: sizes of the unit.
@@ -160,13 +160,13 @@ class ForwardLaunch:
         self.sizes, self.prepared = sizes, prepared
         unit = sizes.unit
         device = properties(unit.device)
-        blocks = conv_forward(device, unit)
-        columns = ceil_div(sizes.shape.K, blocks.block_cout)
-        blocks = filling(blocks, device, sizes.y_pixels, columns)
-        tiles = ceil_div(sizes.y_pixels, blocks.block_pixels)
-        self._grid = persistent_programs(unit.device, tiles, columns, blocks.resident), columns, 1
-        self._num_warps = blocks.num_warps
-        self._constants = {**sizes.constants, "BLOCKS": blocks}
+        config = conv_forward(device, unit)
+        columns = ceil_div(sizes.shape.K, config.tile_cout)
+        config = filling(config, device, sizes.y_pixels, columns)
+        tiles = ceil_div(sizes.y_pixels, config.tile_pixels)
+        self._grid = persistent_programs(unit.device, tiles, columns, config.resident), columns, 1
+        self._num_warps = config.num_warps
+        self._constants = {**sizes.constants, "TILES": config}
         self._numbers = sizes.parameter, sizes.images, sizes.y_pixels, sizes.x_pixels
         self._y = sizes.y_shape, nhwc_strides(sizes.y_shape)
         self._y_dtype = unit.y_dtype

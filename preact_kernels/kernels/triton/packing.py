@@ -41,19 +41,19 @@ def pack_weights_kernel(
     stride_r,
     stride_s,
     WEIGHTS: tl.constexpr,
-    BLOCK_ELEMENTS: tl.constexpr,
+    TILE_ELEMENTS: tl.constexpr,
 ):
     """Copies a tuple of weights `[K, C, R, S]` with the given strides to `packed`.
 
     `packed` is `[weights, K, R, S, C]`, with `row` elements from one weight to the next. `size` is
-    K * taps * C. Grid: blocks of elements, weights.
+    K * taps * C. Grid: tiles of elements, weights.
     """
     wait_for_predecessors()
     index = tl.program_id(1)
     weight = weights[0]
     for i in tl.static_range(1, WEIGHTS):
         weight = tl.where(index == i, weights[i], weight)
-    element = tl.program_id(0) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
+    element = tl.program_id(0) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)
     is_element = element < size
     c, tap, k = element % C, element // C % taps, element // (C * taps)
     at = k * stride_k + c * stride_c + tap // S * stride_r + tap % S * stride_s
@@ -71,7 +71,7 @@ def is_packed(conv_weight: Tensor, dtype: torch.dtype) -> bool:
 def pack_weights(
     conv_weights: Sequence[Tensor], dtype: torch.dtype, prepared: PreparedLaunches | None = None
 ) -> list[Tensor]:
-    """Copies weights of one shape and dtype to `[K, R, S, C]`. A program owns a block of a weight.
+    """Copies weights of one shape and dtype to `[K, R, S, C]`. A program owns a tile of a weight.
 
     For `prepared` see `launch_kernel`; use one per shape and dtypes.
     """
@@ -83,15 +83,15 @@ def pack_weights(
     rows = aligned_rows(first, count, first.numel(), dtype)
     row = rows.stride(0)
     slots = 1 if count == 1 else _WEIGHTS_PER_LAUNCH  # launches with equal slots share a kernel
-    block = 2**14 if INTERPRETED else 1024
+    tile = 2**14 if INTERPRETED else 1024
     for begin in range(0, count, slots):
         part = conv_weights[begin : begin + slots]
         filled = *part, *itertools.repeat(first, slots - len(part))
         launch_kernel(
             pack_weights_kernel,
-            (ceil_div(first.numel(), block), len(part), 1),
+            (ceil_div(first.numel(), tile), len(part), 1),
             (filled, rows[begin:], C, S, R * S, first.numel(), row, *first.stride()),
-            {"WEIGHTS": slots, "BLOCK_ELEMENTS": block},
+            {"WEIGHTS": slots, "TILE_ELEMENTS": tile},
             4,
             prepared,
             slots,

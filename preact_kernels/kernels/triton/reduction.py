@@ -28,7 +28,7 @@ from preact_kernels.kernels.triton.launch import (
 WORDS = 6
 
 _WORDS = tl.constexpr(WORDS)
-_BLOCK_PROGRAMS = tl.constexpr(32)
+_TILE_PROGRAMS = tl.constexpr(32)
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -47,16 +47,16 @@ def column_sums(tile):
 
 
 @triton.jit
-def empty_sums(BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, FOLDED: tl.constexpr):
+def empty_sums(TILE_PIXELS: tl.constexpr, TILE_CHANNELS: tl.constexpr, FOLDED: tl.constexpr):
     """Zeros to which `add_rows` adds tiles `[pixels, channels]`, without exchange between threads.
 
     After the loop over tiles, `column_sums` sums them over threads. If `FOLDED`, they are
     `[pixels / 16, 8, channels]`: a thread that has row r of a product also has row r + 8.
     """
     if FOLDED:
-        return tl.zeros([BLOCK_PIXELS // 16, 8, BLOCK_CHANNELS], tl.float32)
+        return tl.zeros([TILE_PIXELS // 16, 8, TILE_CHANNELS], tl.float32)
     else:
-        return tl.zeros([BLOCK_PIXELS, BLOCK_CHANNELS], tl.float32)
+        return tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
 
 
 @triton.jit
@@ -76,14 +76,14 @@ def as_pivot(mean):
 
 
 @triton.jit
-def empty_moments(BLOCK_CHANNELS: tl.constexpr):
+def empty_moments(TILE_CHANNELS: tl.constexpr):
     """Moments of no tiles: number of tiles, pivot, sums of x - pivot and of (x - pivot)^2.
 
     All but the number are `[channels]`. The pivot is near the mean: x - pivot is exact if the mean
     is large relative to the deviation. A program adds tiles in pieces, in a loop over `next_piece`,
     since a branch in the loop over tiles would take more registers.
     """
-    zeros = tl.zeros([BLOCK_CHANNELS], tl.float32)
+    zeros = tl.zeros([TILE_CHANNELS], tl.float32)
     return tl.full([], 0, tl.int32), zeros, zeros, zeros
 
 
@@ -103,16 +103,16 @@ def next_piece(moments, tiles, IN_PIECES: tl.constexpr = True):
 
 
 @triton.jit
-def count_pixels(tiles, pixels, BLOCK_PIXELS: tl.constexpr):
+def count_pixels(tiles, pixels, TILE_PIXELS: tl.constexpr):
     """Number of pixels in a program's `tiles`, in float64. Only the last tile may be partial."""
     last = (tl.program_id(0) + (tiles - 1) * tl.num_programs(0)).to(tl.int64)
-    missing = BLOCK_PIXELS - tl.minimum(pixels - last * BLOCK_PIXELS, BLOCK_PIXELS)
-    return tiles.to(tl.float64) * BLOCK_PIXELS - missing
+    missing = TILE_PIXELS - tl.minimum(pixels - last * TILE_PIXELS, TILE_PIXELS)
+    return tiles.to(tl.float64) * TILE_PIXELS - missing
 
 
 @triton.jit
 def begin_piece(
-    moments, BLOCK_PIXELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, FOLDED: tl.constexpr
+    moments, TILE_PIXELS: tl.constexpr, TILE_CHANNELS: tl.constexpr, FOLDED: tl.constexpr
 ):
     """Replaces the sums of moments by `empty_sums` with the same total, to which tiles are added.
 
@@ -120,14 +120,14 @@ def begin_piece(
     tile, which may be far from the mean of all: sums over many tiles would be inaccurate.
     """
     tiles, pivot, shifted, squares = moments
-    count = tiles.to(tl.float32) * BLOCK_PIXELS
+    count = tiles.to(tl.float32) * TILE_PIXELS
     near = pivot + shifted / tl.maximum(count, 1.0)
     near = tl.where(tl.abs(near) < float("inf"), as_pivot(near), pivot)
     shift = pivot - near
     total = shifted + count * shift
     squares += shift * (shifted + total)
-    zeros = empty_sums(BLOCK_PIXELS, BLOCK_CHANNELS, FOLDED)
-    share: tl.constexpr = BLOCK_CHANNELS / zeros.numel  # a power of two
+    zeros = empty_sums(TILE_PIXELS, TILE_CHANNELS, FOLDED)
+    share: tl.constexpr = TILE_CHANNELS / zeros.numel  # a power of two
     return tiles, near, zeros + total * share, zeros + squares * share
 
 
@@ -168,7 +168,7 @@ def one_per_thread(values):
 
 @triton.jit
 def add_exact(sums, value, channel, is_channel, CHANNELS: tl.constexpr):
-    """Adds a block of float64 values to accumulators `[6, CHANNELS]`.
+    """Adds a tile of float64 values to accumulators `[6, CHANNELS]`.
 
     Skips words that are zero, as most are. Uses integer operations on the bits of the values: on
     many GPUs, float64 arithmetic and conversions are far slower.
@@ -211,7 +211,7 @@ def carry(words):
 
 @triton.jit
 def load_exact(sums, channel, is_channel, CHANNELS):
-    """The sums of a block of channels in float64."""
+    """The sums of a tile of channels in float64."""
     words = ()
     for word in tl.static_range(5):
         words = words + (tl.load(sums + word * CHANNELS + channel, mask=is_channel, other=0),)
@@ -234,10 +234,10 @@ def load_exact(sums, channel, is_channel, CHANNELS):
 
 
 @triton.jit
-def add_moments(moments, pixels, BLOCK_PIXELS, sums, channel, is_channel, CHANNELS: tl.constexpr):
+def add_moments(moments, pixels, TILE_PIXELS, sums, channel, is_channel, CHANNELS: tl.constexpr):
     """Adds the sum and the sum of squares of a program's tiles to accumulators."""
     tiles, pivot, shifted, squares = moments
-    count = count_pixels(tiles, pixels, BLOCK_PIXELS)
+    count = count_pixels(tiles, pixels, TILE_PIXELS)
     pivot = one_per_thread(pivot).to(tl.float64)
     shifted = one_per_thread(shifted).to(tl.float64)
     squares = one_per_thread(squares).to(tl.float64)
@@ -317,15 +317,15 @@ def finish_sums_kernel(
     stride,
     channels,
     ARE_STATISTICS: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
+    TILE_CHANNELS: tl.constexpr,
 ):
     """Converts accumulators `[units, 2, 6, channels]` to float32 `first` and `second`.
 
     These are `[units, channels]` with rows `stride` elements apart: mean and variance, or the two
-    sums. Grid: channel blocks, units.
+    sums. Grid: channel tiles, units.
     """
     wait_for_predecessors()
-    channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    channel = tl.program_id(0) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < channels
     unit = tl.program_id(1)
     sums += unit * (2 * _WORDS * channels)
@@ -340,14 +340,14 @@ def finish_sums_kernel(
 def _launch_finish(
     sums: Tensor, count: int, first: Tensor, second: Tensor, prepared: PreparedLaunches | None
 ) -> None:
-    """A program owns a block of channels of one unit. If `count` is 0, computes sums."""
+    """A program owns a tile of channels of one unit. If `count` is 0, computes sums."""
     units, _, _, channels = sums.shape
-    block = 128
+    tile = 128
     launch_kernel(
         finish_sums_kernel,
-        (ceil_div(channels, block), units, 1),
+        (ceil_div(channels, tile), units, 1),
         (sums, count, first, second, first.stride(0), channels),
-        {"ARE_STATISTICS": count > 0, "BLOCK_CHANNELS": block},
+        {"ARE_STATISTICS": count > 0, "TILE_CHANNELS": tile},
         4,
         prepared,
         count > 0,
@@ -390,22 +390,22 @@ def sum_partials_kernel(
     stride_c,
     stride_r,
     stride_s,
-    BLOCK_ELEMENTS: tl.constexpr,
+    TILE_ELEMENTS: tl.constexpr,
 ):
     """Sums `partials [units, programs, R, S, K, C]` over programs.
 
     Units of `partials` are `unit_stride` elements apart. `dconv_weight` is `[units, K, C, R, S]`
-    with the given strides. Grid: blocks of elements, units.
+    with the given strides. Grid: tiles of elements, units.
     """
     wait_for_predecessors()
     weights = taps * K * C
-    element = tl.program_id(0) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
+    element = tl.program_id(0) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)
     is_element = element < weights
     unit = tl.program_id(1).to(tl.int64)
     partials += unit * unit_stride
-    total = tl.zeros([BLOCK_ELEMENTS], tl.float32)
-    for begin in range(0, programs, _BLOCK_PROGRAMS):
-        row = begin + tl.arange(0, _BLOCK_PROGRAMS)
+    total = tl.zeros([TILE_ELEMENTS], tl.float32)
+    for begin in range(0, programs, _TILE_PROGRAMS):
+        row = begin + tl.arange(0, _TILE_PROGRAMS)
         mask = (row < programs)[:, None] & is_element[None, :]
         at = row.to(tl.int64)[:, None] * weights + element[None, :]
         total += column_sums(tl.load(partials + at, mask=mask, other=0.0))
@@ -418,7 +418,7 @@ def sum_partials_kernel(
 def launch_sum_partials(
     partials: Tensor, dconv_weights: Tensor, prepared: PreparedLaunches | None = None
 ) -> None:
-    """Sums `partials` over programs into `dconv_weights`. A program owns a block of elements.
+    """Sums `partials` over programs into `dconv_weights`. A program owns a tile of elements.
 
     Args:
         partials: `[units, programs, R*S*K*C]` float32; each unit is dense.
@@ -427,10 +427,10 @@ def launch_sum_partials(
     """
     units, programs, weights = partials.shape
     _, K, C, R, S = dconv_weights.shape
-    block = 1024 if INTERPRETED else 64
+    tile = 1024 if INTERPRETED else 64
     launch_kernel(
         sum_partials_kernel,
-        (ceil_div(weights, block), units, 1),
+        (ceil_div(weights, tile), units, 1),
         (
             partials,
             partials.stride(0),
@@ -442,7 +442,7 @@ def launch_sum_partials(
             R * S,
             *dconv_weights.stride()[1:],
         ),
-        {"BLOCK_ELEMENTS": block},
+        {"TILE_ELEMENTS": tile},
         4,
         prepared,
     )

@@ -35,25 +35,25 @@ def residual_add_forward_kernel(
     pixels,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """y = x + branch, `[pixels, CHANNELS]`. Adds moments of y to the accumulators `sums` if given.
 
-    Grid: programs, channel blocks.
+    Grid: programs, channel tiles.
     """
     wait_for_predecessors()
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CHANNELS: tl.constexpr = BLOCKS.block_channels
-    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CHANNELS: tl.constexpr = TILES.tile_channels
+    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < CHANNELS
-    moments = empty_moments(BLOCK_CHANNELS)
-    tiles = tiles_of(pixels, BLOCK_PIXELS)
+    moments = empty_moments(TILE_CHANNELS)
+    tiles = tiles_of(pixels, TILE_PIXELS)
     begin, end = next_piece(moments, tiles, IN_PIECES=sums is not None)
     while begin < tiles:
         if sums is not None:
-            moments = begin_piece(moments, BLOCK_PIXELS, BLOCK_CHANNELS, FOLDED=False)
+            moments = begin_piece(moments, TILE_PIXELS, TILE_CHANNELS, FOLDED=False)
         for tile in tl.range(begin, end, tl.num_programs(0), num_stages=3):
-            pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+            pixel = pixel_indices(tile, TILE_PIXELS, INT64)
             is_pixel = pixel < pixels
             mask = is_pixel[:, None] & is_channel[None, :]
             at = pixel[:, None] * CHANNELS + channel[None, :]
@@ -62,20 +62,20 @@ def residual_add_forward_kernel(
             stored = value.to(y.dtype.element_ty)
             tl.store(y + at, stored, mask=mask)
             if sums is not None:
-                value, left = stored.to(tl.float32), pixels - tile * BLOCK_PIXELS
+                value, left = stored.to(tl.float32), pixels - tile * TILE_PIXELS
                 moments = add_tile(moments, value, is_pixel, left)
         begin = end
         if sums is not None:
             moments = end_piece(moments)
             begin, end = next_piece(moments, tiles)
     if sums is not None:
-        add_moments(moments, pixels, BLOCK_PIXELS, sums, channel, is_channel, CHANNELS)
+        add_moments(moments, pixels, TILE_PIXELS, sums, channel, is_channel, CHANNELS)
 
 
 def residual_add_forward(x: Tensor, branch: Tensor, with_stats: bool) -> Output:
     """See `Kernels.residual_add_forward`.
 
-    A program owns every `programs`-th tile of a block of channels.
+    A program owns every `programs`-th tile of some channels.
     """
     launch = elementwise_launch(x)
     y = torch.empty_like(x, memory_format=torch.channels_last)

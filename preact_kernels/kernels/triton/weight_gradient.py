@@ -20,7 +20,7 @@ from preact_kernels.kernels.triton.batch_norm import (
     pixel_indices,
     tiles_of,
 )
-from preact_kernels.kernels.triton.configurations import ConvBlocks, taps_per_program
+from preact_kernels.kernels.triton.configurations import ConvTiles, taps_per_program
 from preact_kernels.kernels.triton.conv import UnitSizes, dot, input_pixels
 from preact_kernels.kernels.triton.launch import (
     INTERPRETED,
@@ -71,46 +71,46 @@ def norm_act_conv_backward_weight_kernel(
     INT64: tl.constexpr,
     PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
     TAPS_PER_PROGRAM: tl.constexpr,
     UNITS: tl.constexpr,
 ):
     """The gradients of the weights of several units, over the pixels of the output.
 
-    `partials` is `[units, programs, R, S, K, C]`. Grid: programs, taps / TAPS_PER_PROGRAM * blocks
-    of output channels * blocks of input channels, units.
+    `partials` is `[units, programs, R, S, K, C]`. Grid: programs, taps / TAPS_PER_PROGRAM * tiles
+    of output channels * tiles of input channels, units.
     """
     wait_for_predecessors()
     C: tl.constexpr = SHAPE.C
     K: tl.constexpr = SHAPE.K
-    BLOCK_PIXELS: tl.constexpr = BLOCKS.block_pixels
-    BLOCK_CIN: tl.constexpr = BLOCKS.block_cin
-    BLOCK_COUT: tl.constexpr = BLOCKS.block_cout
-    CIN_BLOCKS: tl.constexpr = (C + BLOCK_CIN - 1) // BLOCK_CIN
-    COUT_BLOCKS: tl.constexpr = (K + BLOCK_COUT - 1) // BLOCK_COUT
+    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
+    TILE_CIN: tl.constexpr = TILES.tile_cin
+    TILE_COUT: tl.constexpr = TILES.tile_cout
+    CIN_TILES: tl.constexpr = (C + TILE_CIN - 1) // TILE_CIN
+    COUT_TILES: tl.constexpr = (K + TILE_COUT - 1) // TILE_COUT
     IS_PADDED: tl.constexpr = SHAPE.PAD_H + SHAPE.PAD_W > 0
     dy, x, mean, var, weight, bias, eps = select_unit(units, tl.program_id(2), UNITS)
     x_dtype: tl.constexpr = x.dtype.element_ty
     dtype: tl.constexpr = dy.dtype.element_ty if x_dtype == tl.float32 else x_dtype  # the narrower
     column = tl.program_id(1)
-    first_tap = column // (COUT_BLOCKS * CIN_BLOCKS) * TAPS_PER_PROGRAM
-    channel = column % CIN_BLOCKS * BLOCK_CIN + tl.arange(0, BLOCK_CIN)
+    first_tap = column // (COUT_TILES * CIN_TILES) * TAPS_PER_PROGRAM
+    channel = column % CIN_TILES * TILE_CIN + tl.arange(0, TILE_CIN)
     is_channel = channel < C
-    out_channel = column // CIN_BLOCKS % COUT_BLOCKS * BLOCK_COUT + tl.arange(0, BLOCK_COUT)
+    out_channel = column // CIN_TILES % COUT_TILES * TILE_COUT + tl.arange(0, TILE_COUT)
     is_out_channel = out_channel < K
     mean = tl.load(mean + channel, mask=is_channel, other=0.0)
     var = tl.load(var + channel, mask=is_channel, other=1.0)
     _, scale, bias = load_scale(var, weight, bias, eps, channel, is_channel)
     dweights = ()
     for _ in tl.static_range(TAPS_PER_PROGRAM):
-        dweights = dweights + (tl.zeros([BLOCK_COUT, BLOCK_CIN], tl.float32),)
+        dweights = dweights + (tl.zeros([TILE_COUT, TILE_CIN], tl.float32),)
     for tile in tl.range(
         tl.program_id(0),
-        tiles_of(pixels, BLOCK_PIXELS),
+        tiles_of(pixels, TILE_PIXELS),
         tl.num_programs(0),
-        num_stages=BLOCKS.num_stages,
+        num_stages=TILES.num_stages,
     ):
-        pixel = pixel_indices(tile, BLOCK_PIXELS, INT64)
+        pixel = pixel_indices(tile, TILE_PIXELS, INT64)
         is_pixel = pixel < pixels
         out_mask = is_pixel[:, None] & is_out_channel[None, :]
         out_at = pixel[:, None] * K + out_channel[None, :]
@@ -137,12 +137,12 @@ def norm_act_conv_backward_weight_kernel(
 class WeightGradientLaunch:
     """Reusable launch for partial gradients of the weights of units with inputs of one shape.
 
-    A program owns every `programs`-th tile, for some taps and a block of input and of output
+    A program owns every `programs`-th tile, for some taps and a tile of input and of output
     channels of one unit.
 
     Args:
         sizes: sizes of the units.
-        blocks: configuration of the kernel.
+        config: configuration of the kernel.
         prepared: see `launch_kernel`; {} if all tensors of all calls are aligned.
 
     Attributes:
@@ -152,7 +152,7 @@ class WeightGradientLaunch:
     """
 
     def __init__(
-        self, sizes: UnitSizes, blocks: ConvBlocks, prepared: PreparedLaunches | None = None
+        self, sizes: UnitSizes, config: ConvTiles, prepared: PreparedLaunches | None = None
     ) -> None:
         self._prepared = prepared
         unit, shape = sizes.unit, sizes.shape
@@ -160,18 +160,18 @@ class WeightGradientLaunch:
         self._numbers = sizes.parameter, sizes.images, sizes.y_pixels
         taps = taps_per_program(shape.S)
         self.passes = shape.R * shape.S // taps
-        columns = ceil_div(shape.C, blocks.block_cin) * ceil_div(shape.K, blocks.block_cout)
+        columns = ceil_div(shape.C, config.tile_cin) * ceil_div(shape.K, config.tile_cout)
         self._columns = self.passes * columns
-        tiles = ceil_div(sizes.y_pixels, blocks.block_pixels)
+        tiles = ceil_div(sizes.y_pixels, config.tile_pixels)
         self.programs = min(
-            persistent_programs(unit.device, tiles, self._columns, blocks.resident),
+            persistent_programs(unit.device, tiles, self._columns, config.resident),
             ceil_div(tiles, _TILES_PER_PROGRAM),
             max(1, (sizes.x_bytes + sizes.y_bytes) // (4 * math.prod(unit.weight_shape))),
         )
-        self._num_warps = blocks.num_warps
+        self._num_warps = config.num_warps
         self._constants = {
             **sizes.constants,
-            "BLOCKS": blocks,
+            "TILES": config,
             "TAPS_PER_PROGRAM": taps,
         }
 
