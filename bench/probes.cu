@@ -5,8 +5,8 @@
 namespace {
 
 constexpr int kThreads = 256;
-// Numbers that a thread holds in registers, and its block in shared memory: 108 KB, so that two
-// blocks fit on a multiprocessor, as of the kernels in csrc/cuda.
+// Numbers that a thread holds in registers, and its thread block in shared memory: 108 KB, so that
+// two thread blocks fit on a multiprocessor, as of the kernels in csrc/cuda.
 constexpr int kHeld = 108;
 constexpr int kSharedBytes = kHeld * kThreads * sizeof(float);
 
@@ -31,14 +31,14 @@ __global__ void __launch_bounds__(kThreads, 2) chain_kernel(unsigned* number, bo
 }  // namespace
 
 // Returns the text of an error, or null.
-extern "C" const char* launch_chain(cudaStream_t stream, int blocks, bool is_dependent,
+extern "C" const char* launch_chain(cudaStream_t stream, int thread_blocks, bool is_dependent,
                                     unsigned* number) {
   const auto kernel = reinterpret_cast<const void*>(chain_kernel);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = dim3(thread_blocks);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;

@@ -2,8 +2,8 @@
 
 Measures copy bandwidth, matrix rates and the time of a launch of a kernel that depends on the
 previous one (bench/probes.cu) in a CUDA graph, plain and with programmatic dependent launch. Its
-blocks have the threads, registers and shared memory of a convolution in csrc/cuda, and like it wait
-for the launch ahead before they let the next one begin.
+thread blocks have the threads, registers and shared memory of a convolution in csrc/cuda, and wait
+like it for the launch ahead before they let the next one begin.
 
 Needs nvcc and a GPU of compute capability 9.0 or later. Prints a table and writes
 `*-ceilings.csv`.
@@ -45,7 +45,7 @@ def build(architecture: str) -> Path:
     return library
 
 
-def chain_us(library: ctypes.CDLL, blocks: int, is_dependent: bool) -> float:
+def chain_us(library: ctypes.CDLL, thread_blocks: int, is_dependent: bool) -> float:
     """Times a launch of the probe in a CUDA graph.
 
     Raises:
@@ -57,7 +57,7 @@ def chain_us(library: ctypes.CDLL, blocks: int, is_dependent: bool) -> float:
     def launch() -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         pointer = ctypes.c_void_p(count.data_ptr())
-        error = library.launch_chain(stream, blocks, ctypes.c_bool(is_dependent), pointer)
+        error = library.launch_chain(stream, thread_blocks, ctypes.c_bool(is_dependent), pointer)
         if error:
             raise RuntimeError(error.decode())
 
@@ -88,9 +88,9 @@ def chain_rows(device: torch.device) -> list[CeilingRow]:
         CeilingRow(
             f"{'dependent' if is_dependent else 'plain'} launch in a graph, {text}",
             "us",
-            chain_us(library, blocks, is_dependent),
+            chain_us(library, thread_blocks, is_dependent),
         )
-        for blocks, text in (
+        for thread_blocks, text in (
             (1, "one block"),
             (properties.multi_processor_count, "one block a multiprocessor"),
         )
