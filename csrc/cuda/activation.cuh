@@ -32,7 +32,7 @@ __device__ inline float sigmoid(float p) { return 1.0f / (1.0f + expf(-p)); }
 // exp(p) for mish: from 20 on tanh(log1p(exp(p))) is 1 in float32. NaN becomes exp(20).
 __device__ inline float mish_exp(float p) { return expf(fminf(p, 20.0f)); }
 
-// The structs of PK_FOR_EACH_ACTIVATION: value(p) = act(p) and gradient(p, dy) = dy * act'(p). The
+// The structs of PK_FOR_EACH_ACTIVATION: value(p) = act(p) and gradient(dy, p) = dy * act'(p). The
 // member of a struct is the parameter of the activation. Where act is constant the gradient is 0,
 // and where its slope is 1 it is dy, without a product. A NaN takes the same side of each branch as
 // in PyTorch's kernels for GPUs.
@@ -40,29 +40,29 @@ namespace activations {
 
 struct Relu {
   __device__ float value(float p) const { return p <= 0 ? 0.0f : p; }
-  __device__ float gradient(float p, float dy) const { return p <= 0 ? 0.0f : dy; }
+  __device__ float gradient(float dy, float p) const { return p <= 0 ? 0.0f : dy; }
 };
 
 struct LeakyRelu {
   float slope;
   __device__ float value(float p) const { return p > 0 ? p : p * slope; }
-  __device__ float gradient(float p, float dy) const { return p > 0 ? dy : dy * slope; }
+  __device__ float gradient(float dy, float p) const { return p > 0 ? dy : dy * slope; }
 };
 
 struct Identity {
   __device__ float value(float p) const { return p; }
-  __device__ float gradient(float, float dy) const { return dy; }
+  __device__ float gradient(float dy, float) const { return dy; }
 };
 
 struct Relu6 {
   // NaN stays NaN.
   __device__ float value(float p) const { return p < 0 ? 0.0f : p > 6 ? 6.0f : p; }
-  __device__ float gradient(float p, float dy) const { return p <= 0 || p >= 6 ? 0.0f : dy; }
+  __device__ float gradient(float dy, float p) const { return p <= 0 || p >= 6 ? 0.0f : dy; }
 };
 
 struct Silu {
   __device__ float value(float p) const { return p / (1.0f + expf(-p)); }
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     const float s = sigmoid(p);
     return dy * (s * (1.0f + p * (1.0f - s)));
   }
@@ -70,7 +70,7 @@ struct Silu {
 
 struct Gelu {
   __device__ float value(float p) const { return p * 0.5f * (1.0f + erff(p * kSqrtHalf)); }
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     const float cdf = 0.5f * (1.0f + erff(p * kSqrtHalf));
     const float pdf = expf(-0.5f * p * p) * kNormalDensity;
     return dy * (cdf + p * pdf);
@@ -82,7 +82,7 @@ struct GeluTanh {
     const float inner = kGeluTanhScale * (p + kGeluTanhCubic * p * p * p);
     return 0.5f * p * (1.0f + tanhf(inner));
   }
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     const float square = p * p;
     const float t = tanhf(kGeluTanhScale * (p + kGeluTanhCubic * square * p));
     const float inner = kGeluTanhScale * (1.0f + 3.0f * kGeluTanhCubic * square);
@@ -93,7 +93,7 @@ struct GeluTanh {
 struct Elu {
   float alpha;
   __device__ float value(float p) const { return p > 0 ? p : expm1f(p) * alpha; }
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     return p <= 0 ? dy * (alpha * expf(p)) : dy;
   }
 };
@@ -102,7 +102,7 @@ struct Hardswish {
   __device__ float value(float p) const {
     return p * fminf(fmaxf(p + 3.0f, 0.0f), 6.0f) * (1.0f / 6.0f);
   }
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     return p <= -3 ? 0.0f : p < 3 ? dy * (p * (1.0f / 3.0f) + 0.5f) : dy;
   }
 };
@@ -114,7 +114,7 @@ struct Mish {
     const float e = mish_exp(p), n = e * (e + 2.0f);
     return p * (n / (n + 2.0f));
   }
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     const float e = mish_exp(p), n = e * (e + 2.0f), inverse = 1.0f / (n + 2.0f);
     const float slope = p > 20 ? 0.0f : 4.0f * e * (1.0f + e) * inverse * inverse;
     const float gate = p > 20 ? 1.0f : n * inverse;
@@ -128,7 +128,7 @@ struct Softplus {
     const float scaled = p * beta;
     return scaled > kSoftplusThreshold ? p : log1pf(expf(scaled)) / beta;
   }
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     const float scaled = p * beta;
     const float e = expf(scaled);
     return scaled > kSoftplusThreshold ? dy : dy * (e / (e + 1.0f));
@@ -137,7 +137,7 @@ struct Softplus {
 
 struct Sigmoid {
   __device__ float value(float p) const { return sigmoid(p); }
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     const float y = sigmoid(p);
     return dy * ((1.0f - y) * y);
   }
@@ -145,7 +145,7 @@ struct Sigmoid {
 
 struct Tanh {
   __device__ float value(float p) const { return tanhf(p); }
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     const float y = tanhf(p);
     return dy * (1.0f - y * y);
   }
@@ -154,7 +154,7 @@ struct Tanh {
 struct Softsign {
   __device__ float value(float p) const { return p / (1.0f + fabsf(p)); }
   // Infinity gives NaN, from 0 * p.
-  __device__ float gradient(float p, float dy) const {
+  __device__ float gradient(float dy, float p) const {
     const float inverse = (1.0f + 0.0f * p) / (1.0f + fabsf(p));
     return dy * inverse * inverse;
   }
@@ -182,32 +182,6 @@ __device__ inline void with_activation(const KernelActivation& activation, const
     PK_FOR_EACH_ACTIVATION(PK_CASE)
 #undef PK_CASE
   }
-}
-
-// Replaces every p by act(p).
-template <int kRows, int kColumns>
-__device__ inline void activate(const KernelActivation& activation, float (&p)[kRows][kColumns]) {
-  with_activation(activation, [&](const auto& function) {
-#pragma unroll
-    for (int i = 0; i < kRows * kColumns; ++i) {
-      float& at = p[i / kColumns][i % kColumns];
-      at = function.value(at);
-    }
-  });
-}
-
-// Replaces every dy by dy * act'(p).
-template <int kRows, int kColumns>
-__device__ inline void activation_gradient(const KernelActivation& activation,
-                                           float (&dy)[kRows][kColumns],
-                                           const float (&p)[kRows][kColumns]) {
-  with_activation(activation, [&](const auto& function) {
-#pragma unroll
-    for (int i = 0; i < kRows * kColumns; ++i) {
-      float& at = dy[i / kColumns][i % kColumns];
-      at = function.gradient(p[i / kColumns][i % kColumns], at);
-    }
-  });
 }
 
 }  // namespace preact_kernels::cuda

@@ -43,7 +43,13 @@ __global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) values[s][i] = rounded<T>(norm(values[s][i], i));
     }
-    activate(p.activation, values);
+    with_activation(p.activation, [&](const auto& function) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) values[s][i] = function.value(values[s][i]);
+      }
+    });
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       x[s].pack(values[s]);
@@ -90,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
         dy[s].unpack(g);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          g[i] = function.gradient(rounded<T>(norm(value[i], i)), g[i]);
+          g[i] = function.gradient(g[i], rounded<T>(norm(value[i], i)));
         }
         dy[s].pack(g);
       }
@@ -186,7 +192,17 @@ __global__ void __launch_bounds__(kThreads, kAnyInputGradientThreadBlocks)
         values[s][i] = rounded<T>(fmaf(values[s][i] - mean[i], a[i], bias[i]));
       }
     }
-    if (p.is_activated) activation_gradient(p.activation, gradient, values);
+    if (p.is_activated) {
+      with_activation(p.activation, [&](const auto& function) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) {
+            gradient[s][i] = function.gradient(gradient[s][i], values[s][i]);
+          }
+        }
+      });
+    }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       float value[kWidth];

@@ -120,22 +120,22 @@ __device__ inline void load_rows(Vector<T, kWidth> (&to)[kSteps], const T* from,
   }
 }
 
-// The first `columns` values of shared[i], [kValues, kThreads], become the sums of values[i] over
-// the threads of a column; thread t is in column t % columns of `rows` rows.
+// Adds `values` over the threads of a thread block with the same column. The threads of row 0 find
+// their sums in `shared` [kValues, kThreads].
 template <int kValues>
-__device__ inline void sum_over_rows(const double (&values)[kValues], int rows, int columns,
+__device__ inline void sum_over_rows(const double (&values)[kValues], const PixelRows& rows,
                                      double* shared) {
-  const int thread = threadIdx.x, row = thread / columns;
+  const int thread = threadIdx.x, row = thread / rows.columns;
   __syncthreads();  // all threads have read an earlier sum
 #pragma unroll
   for (int i = 0; i < kValues; ++i) shared[i * kThreads + thread] = values[i];
-  for (int left = rows; left > 1;) {
+  for (int left = rows.thread_block_pixels; left > 1;) {
     const int half = (left + 1) / 2;
     __syncthreads();
     if (row + half < left) {  // implies row < half
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        shared[i * kThreads + thread] += shared[i * kThreads + thread + half * columns];
+        shared[i * kThreads + thread] += shared[i * kThreads + thread + half * rows.columns];
       }
     }
     left = half;

@@ -38,7 +38,7 @@ constexpr size_t kThreadBlockSumBytes = kThreads * sizeof(double);
 template <int kValues>
 __device__ inline void sum_over_thread_block(double (&values)[kValues], const PixelRows& rows) {
   double* shared = reinterpret_cast<double*>(dynamic_shared());  // [kValues, kThreads]
-  sum_over_rows(values, rows.thread_block_pixels, rows.columns, shared);
+  sum_over_rows(values, rows, shared);
 #pragma unroll
   for (int i = 0; i < kValues; ++i) values[i] = shared[i * kThreads + threadIdx.x];
 }

@@ -36,6 +36,8 @@ __device__ void add_up(const WeightGradientPartials& p, double* shared) {
   const int width = p.values();
   const int lanes = lanes_of_sums(width), slices = kThreads / lanes;
   const int lane = threadIdx.x % lanes, slice = threadIdx.x / lanes;
+  PixelRows threads{};
+  threads.thread_block_pixels = slices, threads.columns = lanes;
   for (int first = blockIdx.x * lanes * kVector; first < width;
        first += gridDim.x * lanes * kVector) {
     const int column = first + lane * kVector;
@@ -51,7 +53,7 @@ __device__ void add_up(const WeightGradientPartials& p, double* shared) {
         for (int i = 0; i < kVector; ++i) sums[i] += part[i];
       }
     }
-    sum_over_rows(sums, slices, lanes, shared);
+    sum_over_rows(sums, threads, shared);
     if (slice != 0 || column >= width) continue;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
