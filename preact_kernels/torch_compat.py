@@ -291,39 +291,17 @@ def is_in_backward() -> bool:
     return backward_id() != -1
 
 
-def is_read_by_checkpoint() -> bool:
-    """Whether code of `torch.utils.checkpoint` called the caller."""
-    return sys._getframe(2).f_globals is checkpoint.__dict__
+# Global variables of the code of checkpoints.
+CHECKPOINT_GLOBALS = checkpoint.__dict__
 
-
-# Functions nested in the non-reentrant checkpoint; one of them runs the recomputation.
-_RECOMPUTATIONS = {
+# Codes of functions nested in the non-reentrant checkpoint; one of them runs the recomputation.
+RECOMPUTATIONS = {
     code
     for code in checkpoint._checkpoint_without_reentrant_generator.__code__.co_consts
     if isinstance(code, types.CodeType)
 }
-
-
-def is_recomputing() -> bool:
-    """Whether `torch.utils.checkpoint` is running a forward again on this thread, in a backward.
-
-    False in other forwards inside a backward, such as in custom autograd functions.
-    """
-    if not is_in_backward():
-        return False
-    frame: types.FrameType | None = sys._getframe(1)
-    called = None  # code that `frame` called
-    while frame is not None:
-        code = frame.f_code
-        if code in _RECOMPUTATIONS:
-            return True
-        # A reentrant checkpoint runs the forward again, then its backward.
-        is_reentrant = code is checkpoint.CheckpointFunction.backward.__code__
-        if is_reentrant and called is not torch.autograd.backward.__code__:
-            return True
-        called, frame = code, frame.f_back
-    return False
-
+# Code that runs the recomputation of a reentrant checkpoint, and then its backward.
+REENTRANT_RECOMPUTATION = checkpoint.CheckpointFunction.backward.__code__
 
 # Whether the running backward keeps the graph for another backward.
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from preact_kernels import torch_compat
+from preact_kernels import call_stack
 from preact_kernels.activations import (
     ACTIVATIONS,
     CALLS,
@@ -178,7 +178,7 @@ def _record_per_sample(
 )
 def _add_in_place(region: Recording, x: Any, other: Any, alpha: Any) -> Any:
     if not isinstance(x, Deferred):  # a recomputation of a checkpoint must not count a batch again
-        is_counted = torch_compat.is_recomputing() and region.owners.is_batch_count(x)
+        is_counted = call_stack.is_recomputing() and region.owners.is_batch_count(x)
         return x if is_counted else NotImplemented
     return NotImplemented if alpha is not None else _record_add(region, x, other, in_place=True)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from preact_kernels import torch_compat
+from preact_kernels import call_stack, torch_compat
 from preact_kernels.activations import Activation
 from preact_kernels.conversion.deferred import Node, Recording, become_plain
 from preact_kernels.conversion.matching import Activated, Match, Matcher, Unit
@@ -247,7 +247,7 @@ class _Execution:
             if isinstance(node.settings.norm, InstanceNorm) and not node.channels_last:
                 inputs = [_WithNCHWGradients.apply(inputs[0])]
             # The recomputation of a checkpoint must not update statistics again.
-            updates = not torch_compat.is_recomputing()
+            updates = not call_stack.is_recomputing()
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
         if node.operation is CONTIGUOUS and self._may_share(node):
             return inputs[0]

@@ -1,7 +1,6 @@
 """Forward hooks of converted modules, which open and close regions."""
 
 import contextlib
-import sys
 import threading
 import types
 import weakref
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from preact_kernels import torch_compat
+from preact_kernels import call_stack, torch_compat
 from preact_kernels.activations import Activation
 from preact_kernels.conversion import rules
 from preact_kernels.conversion.containers import replaced, tensors
@@ -68,7 +67,7 @@ class _Call(NamedTuple):
     module: nn.Module
     region: Region
     is_outermost: bool  # whether it opened the region
-    frame: types.FrameType  # frame that called the module
+    frame: types.FrameType | None  # frame that called the module
     outer_memory: str  # memory mode to restore
     handles: list[Any]  # each undoes a change of a child by `remove()`
     norms: list[nn.SyncBatchNorm]  # children with a `SyncForward`
@@ -100,7 +99,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
     if torch.compiler.is_compiling() or _KEY not in module._forward_hooks:
         return  # `_leave` would not run
     abandon_interrupted()
-    stack, frame = _calls.stack, sys._getframe(1)
+    stack, frame = _calls.stack, call_stack.caller_of(_enter.__code__)
     conversion = module.__dict__.get(CONVERSION)
     is_outermost = not stack or not stack[-1].region.is_recording()
     if not is_outermost:
@@ -143,7 +142,7 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
     if stack[-1].module is not module and all(c.module is not module for c in stack):
         return None
     # A checkpoint ends its recomputation with an exception once it has all saved tensors.
-    is_stopped = output is None and torch_compat.is_recomputing()
+    is_stopped = output is None and call_stack.is_recomputing()
     while stack[-1].module is not module:
         _close(stack.pop(), is_stopped)
     call = stack.pop()
@@ -293,16 +292,10 @@ def _compute_result(module: nn.Module, args: tuple, output: Any) -> None:
     _make_plain(output, "a hook")
 
 
-def _is_running(frame: types.FrameType, current: types.FrameType | None) -> bool:
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is frame
-
-
 def abandon_interrupted() -> None:
     """Closes calls of this thread for which an interrupt skipped `_leave`."""
-    stack, frame = _calls.stack, sys._getframe(1)
-    if not stack or _is_running(stack[-1].frame, frame) or _is_running(stack[0].frame, frame):
+    stack = _calls.stack
+    if not stack or any(call_stack.is_running(call.frame) for call in (stack[-1], stack[0])):
         return
     _calls.stack = []
     for call in reversed(stack):

@@ -15,10 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-# Names in functions that may read all their variables, or all variables of their callers.
-_READERS = frozenset(("locals", "vars", "dir", "eval", "exec"))
-_READERS_OF_CALLERS = frozenset(("f_locals", "_getframe", "currentframe"))
-_OPTIMIZED = 1  # CO_OPTIMIZED: code of a function, without a dictionary of variables
+from preact_kernels import call_stack
 
 
 class Reference(weakref.ref):
@@ -39,7 +36,7 @@ def unread(tensors: Sequence[Tensor], outer: types.FrameType | None = None) -> l
         return []
     index = {id(t): i for i, t in enumerate(tensors)}
     if not _is_watched():
-        for frame in _frames(outer):
+        for frame in call_stack.frames_between(unread.__code__, outer):
             code = frame.f_code
             live: frozenset[str] | None = None
             variables = frame.f_locals
@@ -82,18 +79,6 @@ def _is_watched() -> bool:
     if sys.version_info >= (3, 14):
         return True
     return sys.gettrace() is not None or sys.getprofile() is not None
-
-
-def _frames(outer: types.FrameType | None) -> Iterator[types.FrameType]:
-    """Yields frames below `outer`, of functions that read variables only by name."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and frame is not outer:
-        names = frame.f_code.co_names
-        if not _READERS_OF_CALLERS.isdisjoint(names):
-            return
-        if frame.f_code.co_flags & _OPTIMIZED and _READERS.isdisjoint(names):
-            yield frame
-        frame = frame.f_back
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,9 +15,6 @@ _NORMS = (
     nn.modules.instancenorm._InstanceNorm,
 )
 
-# Names of methods that call a norm; `nn.InstanceNorm` has the last one.
-_CALLERS = ("forward", "_apply_instance_norm")
-
 _FUNCTIONS = {"batch_norm", "group_norm", "instance_norm"}
 
 
@@ -38,19 +35,6 @@ def is_norm(module: nn.Module) -> bool:
 def contains_norm(module: nn.Module) -> bool:
     """Whether a module or one of its submodules is a norm or calls one."""
     return any(is_norm(m) or _calls_norm(m) for m in module.modules())
-
-
-def calling_norm(frame: types.FrameType | None) -> nn.Module | None:
-    """Returns the norm that called a function, at most 4 frames up from `frame`."""
-    for _ in range(4):
-        if frame is None:
-            return None
-        code = frame.f_code
-        if code.co_name in _CALLERS and code.co_argcount:
-            module = frame.f_locals.get(code.co_varnames[0])
-            return module if isinstance(module, nn.Module) and is_norm(module) else None
-        frame = frame.f_back
-    return None
 
 
 def _calls_norm(module: nn.Module) -> bool:

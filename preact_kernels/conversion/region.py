@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from preact_kernels import torch_compat
+from preact_kernels import call_stack, torch_compat
 from preact_kernels.activations import Activation
 from preact_kernels.conversion import operations, registry
 from preact_kernels.conversion import rules as rules
@@ -173,7 +173,7 @@ class Region(TorchFunctionMode):
         if rule is registry.METADATA:
             if not reads_deferred:
                 return func(*args, **kwargs)
-            if torch_compat.is_read_by_checkpoint():  # it saves its inputs in C++
+            if call_stack.is_read_by_checkpoint(_CALL):  # it saves its inputs in C++
                 return self._call(func, reads_deferred, args, kwargs)
             with disable_torch_function():
                 return func(*args, **kwargs)
@@ -245,6 +245,10 @@ class Region(TorchFunctionMode):
         if torch_compat.is_forward_mode_allowed():
             return False
         return torch.is_inference_mode_enabled() is self._is_inference
+
+    def caller(self) -> types.FrameType | None:
+        """Returns the frame that called the function of the current rule."""
+        return call_stack.caller_of(_CALL)
 
     def context_for(self, device: torch.device) -> Context | None:
         """Returns the modes for a deferred operation, or None if it must not be deferred.
@@ -460,6 +464,7 @@ class Region(TorchFunctionMode):
                 retry_plain(t)
 
 
+_CALL = Region.__torch_function__.__code__
 _BACKWARD = {Tensor.backward, torch.autograd.grad}
 _IN_FUNCTION = "a custom autograd function"
 

@@ -1,13 +1,13 @@
 """The report of what ran fused in the last call of a model, for each norm."""
 
 import os
-import sys
 import weakref
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from preact_kernels import call_stack
 from preact_kernels.ops.dispatch import CHECK
 
 # Folders of this package and of torch; the report names lines of other code.
@@ -76,9 +76,7 @@ def described(reader: object, is_traced: bool = False) -> str:
     name = reader if isinstance(reader, str) else getattr(reader, "__name__", str(reader))
     if is_traced:
         return f"read by {name}"
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
-        frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
+    line = call_stack.line_outside(_OWN_FOLDERS)
+    if line is None:
         return f"read by {name}"
-    return f"read by {name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+    return f"read by {name} ({os.path.basename(line[0])}:{line[1]})"

@@ -1,7 +1,5 @@
 """Rules for norms, convolutions, and operations on images; see `registry.py`."""
 
-import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -9,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels import torch_compat
+from preact_kernels import call_stack, torch_compat
 from preact_kernels.conversion.containers import items
 from preact_kernels.conversion.deferred import Deferred, Recording, compute
-from preact_kernels.conversion.norm_modules import calling_norm
+from preact_kernels.conversion.norm_modules import is_norm
 from preact_kernels.conversion.operations import (
     CALL,
     CAT,
@@ -57,7 +55,7 @@ def _record_norm(region: Recording, x: Tensor, norm: NormArguments | None) -> An
     if norm is None or result is not NotImplemented or not norm.training:
         return result
     running = norm.running()
-    if running and torch_compat.is_recomputing():
+    if running and call_stack.is_recomputing():
         copied = norm.with_copied_statistics().running()
         region.copies = dict(zip(map(id, running), copied, strict=True))
     return result
@@ -136,16 +134,8 @@ def _standardises_weight(x: Tensor, norm: NormArguments) -> bool:
 
 def _calling_owner(region: Recording) -> Any:
     """Returns the owner of the norm that called the function, found by the call stack."""
-    module = calling_norm(_caller_of_region())
-    return None if module is None else region.owners.of(module)
-
-
-def _caller_of_region() -> types.FrameType | None:
-    """Returns the frame that called the function of the current rule."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "__torch_function__":
-        frame = frame.f_back
-    return None if frame is None else frame.f_back
+    module = call_stack.module_of(region.caller())
+    return None if module is None or not is_norm(module) else region.owners.of(module)
 
 
 def _has_hooks(norm: Any) -> bool:
@@ -179,7 +169,7 @@ class SyncForward:
                 if isinstance(x, Deferred) and x.preact_node.value is not None:
                     x = compute(x, "SyncBatchNorm")
                 result = record_norm(self._region, x, bn)
-                is_counted = bn.batch_count is None or torch_compat.is_recomputing()
+                is_counted = bn.batch_count is None or call_stack.is_recomputing()
                 if result is not NotImplemented and not is_counted:
                     cast(Tensor, bn.batch_count).add_(1)
         return nn.SyncBatchNorm.forward(module, x) if result is NotImplemented else result
@@ -249,7 +239,7 @@ def _record_conv(
     if context is None:
         return NotImplemented
     owner = region.owners.find(weight)
-    module = _calling_conv() if owner is None else owner.module
+    module = _calling_conv(region) if owner is None else owner.module
     if module is not None and module._forward_hooks and CONVERSION not in module.__dict__:
         return NotImplemented  # hooks may change the weight
     like = (weight.dtype, weight.device, weight.shape, weight.stride(), id(bias))
@@ -277,9 +267,9 @@ def _record_conv(
     return region.record(CONV, (x, *affine), settings, shape, dtype, channels_last)
 
 
-def _calling_conv() -> nn.Module | None:
+def _calling_conv(region: Recording) -> nn.Module | None:
     """Returns PyTorch's module that called the convolution of the current rule, or None."""
-    frame = _caller_of_region()
+    frame = region.caller()
     if frame is None or frame.f_code not in _CONV_CALLERS:
         return None
     return frame.f_locals["self"]

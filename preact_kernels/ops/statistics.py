@@ -7,7 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from preact_kernels import torch_compat
+from preact_kernels import call_stack, torch_compat
 from preact_kernels.kernels.contract import (
     Kernels,
     Norm,
@@ -162,7 +162,7 @@ def update_running_statistics(
         means: batch mean for each norm; empty for an empty batch, which is only counted.
         variances: unbiased batch variance for each norm.
     """
-    if not torch.compiler.is_compiling() and torch_compat.is_recomputing():
+    if not torch.compiler.is_compiling() and call_stack.is_recomputing():
         return
     for bn in norms:  # check all before writing any
         if bn.running_mean is not None and bn.running_var is not None:

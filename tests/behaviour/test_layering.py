@@ -7,7 +7,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "preact_kernels"
 # Higher layers may import lower ones. Modules outside the layers may import all of them.
 LAYERS = {
-    **dict.fromkeys(("torch_compat", "activations", "attributes"), -1),
+    "torch_compat": -2,
+    **dict.fromkeys(("activations", "attributes", "call_stack"), -1),
     "kernels": 0,
     **dict.fromkeys(("norms", "ops"), 1),
     "modules": 2,
@@ -75,3 +76,14 @@ def test_benchmarks_and_tests_do_not_import_each_other():
         if ROOT / "tests" / "bench" not in path.parents
     ]
     assert not found
+
+
+def test_one_file_reads_the_call_stack():
+    """`Region` asks at each call whether the frame that entered it has returned."""
+    names, found = ("_getframe", "currentframe", "f_back"), set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in names:
+                found.add((path.name, node.attr))
+    own = {("call_stack.py", "_getframe"), ("call_stack.py", "f_back")}
+    assert found == own | {("region.py", "f_back")}

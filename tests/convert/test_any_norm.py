@@ -72,6 +72,22 @@ def test_norms_of_other_classes_run_fused():
     assert_runs(two_units, "^GN-SiLU-Conv$", "^GN-SiLU-Conv$", norm=CenteredNorm)
 
 
+class DelegatingNorm(nn.GroupNorm):
+    """Calls the function of the norm through four others, and has no weight to find it by."""
+
+    def forward(self, x):
+        def delegate(depth):
+            return delegate(depth - 1) if depth else F.group_norm(x, self.num_groups)
+
+        return delegate(4)
+
+
+def test_norms_that_are_called_through_other_functions_are_in_the_report():
+    norm = partial(DelegatingNorm, 2, 4, affine=False)
+    trial = assert_runs(two_units, "^GN-SiLU-Conv$", "^GN-SiLU-Conv$", norm=norm)
+    assert "2 of 2 norms are fused" in str(trial.reports[0])
+
+
 class CallsANorm(nn.Module):
     """A norm and a convolution without modules of PyTorch."""
 

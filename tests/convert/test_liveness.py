@@ -194,3 +194,33 @@ def test_a_debugger_may_read_what_the_program_does_not():
         found.append([frame.f_locals[name] for name in "abcd"] + list(model.buffers()))
     assert pk.conversion_report(model)[0].into == "BN-ReLU-Conv"
     torch.testing.assert_close(found[1], found[0])
+
+
+class CallsAModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        return module(x)
+
+
+class OpensARegion(Block):
+    """Its function calls a module, which opens a region in the forward of the function."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x):
+        a = self.bn(x)
+        b = F.relu(a)
+        c = self.conv(b)
+        return CallsAModule.apply(c, self.inner)
+
+
+def test_an_inner_region_does_not_prevent_fusion():
+    plain = OpensARegion().double()
+    x, found = torch.randn(2, 4, 6, 6).double(), []
+    for model in (plain, pk.convert(copy.deepcopy(plain))):
+        found.append([model(x).detach(), *model.buffers()])
+    sites = pk.conversion_report(model)
+    assert [site.into for site in sites] == ["BN-ReLU-Conv", "BN-ReLU-Conv"]
+    torch.testing.assert_close(found[1], found[0])
