@@ -244,7 +244,7 @@ def triton_launches(
     """
     from triton.runtime.jit import JITFunction
 
-    from preact_kernels.kernels import triton as kernels
+    from preact_kernels.kernels import triton as backend
     from preact_kernels.kernels.triton import launch
     from testbed.triton_driver import active_driver
 
@@ -274,7 +274,7 @@ def triton_launches(
         recorder.add(met, sizes((args, options)))
 
     gpu = launch.Device(CAPABILITY, multiprocessors, SHARED_BYTES)
-    modules = [m for name, m in sys.modules.items() if name.startswith(kernels.__name__)]
+    modules = [m for name, m in sys.modules.items() if name.startswith(backend.__name__)]
     with (
         driver,
         mock.patch.object(JITFunction, "run", record),
@@ -284,7 +284,7 @@ def triton_launches(
     ):
         for module in (m for m in modules if hasattr(m, "properties")):
             patches.enter_context(mock.patch.object(module, "properties", lambda device: gpu))
-        yield kernels
+        yield backend.kernels()
 
 
 def _count_of(compiled: Any, name: str) -> Count | None:

@@ -16,7 +16,8 @@ os.environ.setdefault("PREACT_KERNELS_POISON", "1")  # see poisoned_memory
 
 import preact_kernels as pk
 from preact_kernels import torch_compat
-from preact_kernels.kernels import cpu, cuda, pytorch_conv
+from preact_kernels.kernels import cpu, cuda
+from preact_kernels.kernels.pytorch_conv import UnitKernels
 from preact_kernels.ops import dispatch as backends
 from testbed.cuda_on_host import serve_cpu
 from tests.cases import SERVED_DTYPES, covering, device_of
@@ -203,8 +204,8 @@ def processor(request, monkeypatch):
 @pytest.fixture
 def every_weight_is_fused(monkeypatch):
     """On every processor: a convolution of PyTorch fails."""
-    for name in ("norm_act_conv_forward", "norm_act_conv_backward"):
-        monkeypatch.delattr(pytorch_conv, name)
+    for name in ("_pytorch_forward", "_pytorch_backward"):
+        monkeypatch.delattr(UnitKernels, name)
     monkeypatch.setattr(cpu.CPUKernels, "_is_faster", lambda *_: True)
 
 

@@ -147,6 +147,13 @@ class Gradient(NamedTuple):
     g: Tensor
     step: AffineStep | None = None
 
+    def whole(self, kernels: "Kernels") -> Tensor:
+        """The gradient with its deferred step evaluated, in the dtype of the step's `x`."""
+        g, step = self
+        if step is None:
+            return g
+        return kernels.norm_input_gradient(Gradient(g.to(step.x.dtype), step))
+
 
 class Inputs(NamedTuple):
     """The tensors that a unit convolves."""
@@ -291,18 +298,31 @@ class Kernels(Protocol):
 
     @abstractmethod
     def norm_act_conv_forward(
-        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
+        self,
+        unit: Unit,
+        inputs: Inputs,
+        epilogue: Epilogue = NO_EPILOGUE,
+        mask: Mask | None = None,
     ) -> Output:
-        """`y = conv(act(p)) [+ conv_bias] [+ residual]`."""
+        """`y = conv(dropout(act(p))) [+ conv_bias] [+ residual]`; also for volumes.
+
+        `mask` is the mask of the dropout; None: there is none.
+        """
 
     @abstractmethod
     def norm_act_conv_backward(
-        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+        self,
+        unit: Unit,
+        dy: Gradient,
+        inputs: Inputs,
+        wanted: Wanted,
+        mask: Mask | None = None,
     ) -> Gradients:
-        """`g = conv_transpose(dy) * act'(p)`, its sums, and the gradient of `conv_weight`.
+        """`g = dropout(conv_transpose(dy)) * act'(p)`, its sums, and the gradient of `conv_weight`.
 
-        `g` is in the dtype of the products, or of `x` where PyTorch's convolution runs.
-        `dy` is in the dtype of `y`; with a deferred step its `g` is in the dtype of the products.
+        `g` is in the dtype of the products, or of `x` where PyTorch's convolution runs; `g` of
+        volumes is `[N, C, D * H, W]`. `dy` is in the dtype of `y`; with a deferred step its `g` is
+        in the dtype of the products.
         """
 
     def dropout_bits(self, drawn: Tensor) -> Tensor:

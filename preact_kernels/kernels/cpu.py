@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
-from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
     Epilogue,
@@ -115,22 +114,31 @@ class CPUKernels(NativeKernels):
         return values >= least
 
     def norm_act_conv_forward(
-        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
+        self,
+        unit: Unit,
+        inputs: Inputs,
+        epilogue: Epilogue = NO_EPILOGUE,
+        mask: Mask | None = None,
     ) -> Output:
-        if max(unit.conv.stride) > 1 and _skips_pixels(unit):
+        if max(unit.conv.stride) > 1 and mask is None and _skips_pixels(unit):
             unit, inputs = _read_pixels(unit, inputs)
-        return super().norm_act_conv_forward(unit, inputs, epilogue)
+        return super().norm_act_conv_forward(unit, inputs, epilogue, mask)
 
     def norm_act_conv_backward(
-        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+        self,
+        unit: Unit,
+        dy: Gradient,
+        inputs: Inputs,
+        wanted: Wanted,
+        mask: Mask | None = None,
     ) -> Gradients:
-        if max(unit.conv.stride) == 1 or not _skips_pixels(unit):
-            return super().norm_act_conv_backward(unit, dy, inputs, wanted)
+        if max(unit.conv.stride) == 1 or mask is not None or not _skips_pixels(unit):
+            return super().norm_act_conv_backward(unit, dy, inputs, wanted, mask)
         x, norm, _ = inputs
         # In PyTorch a pixel that the convolution skips adds 0 * xhat to the gradient of bn_weight:
         # NaN if x is not finite there. PyTorch's convolution computes these terms.
         if wanted.input and not math.isfinite(x.sum(dtype=norm.mean.dtype)):
-            return pytorch_conv.norm_act_conv_backward(self, unit, dy, inputs, wanted)
+            return self._pytorch_backward(unit, dy, inputs, wanted)
         dense, read = _read_pixels(unit, inputs)
         found = super().norm_act_conv_backward(dense, dy, read, wanted)
         if found.g is None:
@@ -181,9 +189,9 @@ class CPUKernels(NativeKernels):
 
 
 def _skips_pixels(unit: Unit) -> bool:
-    """Whether a strided convolution reads only the pixels at multiples of its stride."""
+    """Whether a strided convolution of images reads only the pixels at multiples of its stride."""
     return (
-        unit.weight_shape[2] == unit.weight_shape[3] == 1
+        tuple(unit.weight_shape[2:]) == (1, 1)
         and not any(unit.conv.padding)
         and unit.x_dtype == unit.dtype
     )

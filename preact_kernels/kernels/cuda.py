@@ -16,9 +16,7 @@ from torch import Tensor
 
 from preact_kernels import torch_compat
 from preact_kernels.activations import RELU
-from preact_kernels.kernels import pytorch_conv
 from preact_kernels.kernels.contract import (
-    NO_EPILOGUE,
     BlockRun,
     Epilogue,
     Gradient,
@@ -92,13 +90,21 @@ class CUDAKernels(NativeKernels):
             )
         )
 
-    def norm_act_conv_forward(
-        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
-    ) -> Output:
-        """See `Kernels`. A unit with a bias runs in `pytorch_conv`."""
+    def _fused_forward(self, unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
+        """See `UnitKernels`. The fused kernels do not add a bias."""
         if epilogue.conv_bias is not None:
-            return pytorch_conv.norm_act_conv_forward(self, unit, inputs, epilogue)
-        return super().norm_act_conv_forward(unit, inputs, epilogue)
+            return self._pytorch_forward(unit, inputs, epilogue)
+        return super()._fused_forward(unit, inputs, epilogue)
+
+    def _fused_backward(
+        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+    ) -> Gradients:
+        """See `UnitKernels`. The fused kernels do not evaluate steps with rows."""
+        if dy.step is None or dy.step.sums.dim() == 2:
+            return super()._fused_backward(unit, dy, inputs, wanted)
+        whole = dy.whole(self)
+        found = super()._fused_backward(unit, Gradient(whole), inputs, wanted._replace(dy=False))
+        return found._replace(dy=whole if wanted.dy else None)
 
     def _is_resident(self, run: BlockRun, x: Tensor, is_backward: bool) -> bool:
         weights = [p.conv_weight for p in run.parameters]
@@ -122,18 +128,6 @@ class CUDAKernels(NativeKernels):
         ):
             return self._ops.resident_run_backward.default
         return super()._run_backward(run, dy, kept)
-
-    def norm_act_conv_backward(
-        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
-    ) -> Gradients:
-        """See `Kernels`. The fused kernels do not evaluate steps with rows."""
-        if dy.step is None or dy.step.sums.dim() == 2:
-            return super().norm_act_conv_backward(unit, dy, inputs, wanted)
-        whole = pytorch_conv.whole_gradient(self, dy)
-        found = super().norm_act_conv_backward(
-            unit, Gradient(whole), inputs, wanted._replace(dy=False)
-        )
-        return found._replace(dy=whole if wanted.dy else None)
 
 
 def _takes_work() -> bool:

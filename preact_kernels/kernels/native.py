@@ -1,7 +1,7 @@
 """Adapters from the contract's named arguments to ops with flat arguments.
 
 The compiled libraries and the registered ops share `FlatOps`. `cpu.py` and `cuda.py` load one
-library each. Units that `serves` refuses run in `pytorch_conv`.
+library each.
 """
 
 import functools
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
-from preact_kernels.kernels import pytorch_conv, running_stats
+from preact_kernels.kernels import running_stats
 from preact_kernels.kernels.contract import (
-    NO_EPILOGUE,
     AffineStep,
     BlockKernels,
     BlockRun,
@@ -25,7 +24,6 @@ from preact_kernels.kernels.contract import (
     Gradient,
     Gradients,
     Inputs,
-    Kernels,
     Norm,
     Output,
     Parameters,
@@ -35,6 +33,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
     pixels_of,
 )
+from preact_kernels.kernels.pytorch_conv import UnitKernels
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -63,7 +62,7 @@ def flat_gradient(gradient: Gradient) -> tuple:
     return g, skip, x, norm.mean, norm.var, norm.weight, norm.eps, sums, inv_count
 
 
-class FlatOps(Kernels):
+class FlatOps(UnitKernels):
     """Functions of `Kernels` that call ops with equal schemas in all libraries.
 
     Schemas have no optional results: an op returns an empty tensor for each unwanted result.
@@ -125,22 +124,16 @@ class NativeKernels(FlatOps, BlockKernels):
     ) -> None:
         running_stats.fast_running_stats_update(running, batch, momentum)
 
-    def norm_act_conv_forward(
-        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
-    ) -> Output:
+    def _fused_forward(self, unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
         x, norm, conv_weight = inputs
-        if not self.serves(unit, x.numel() // x.shape[1]):
-            return pytorch_conv.norm_act_conv_forward(self, unit, inputs, epilogue)
         op = self._ops.norm_act_conv_forward.default
         y, mean, var = op(x, *norm, conv_weight, unit.conv.stride, *epilogue, unit.dtype)
         return Output(y, Statistics(mean, var) if epilogue.with_stats else None)
 
-    def norm_act_conv_backward(
+    def _fused_backward(
         self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
     ) -> Gradients:
         x, norm, conv_weight = inputs
-        if not self.serves(unit, x.numel() // x.shape[1]):
-            return pytorch_conv.norm_act_conv_backward(self, unit, dy, inputs, wanted)
         op = self._ops.norm_act_conv_backward.default
         given = *flat_gradient(dy), x, *norm, conv_weight, unit.conv.stride
         return gradients(op(*given, *wanted, unit.dtype), wanted)

@@ -27,7 +27,6 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
-from preact_kernels.kernels.pytorch_conv import whole_gradient
 from preact_kernels.ops.block_arguments import Block
 from preact_kernels.ops.plain import plain_unit
 from preact_kernels.ops.statistics import (
@@ -344,7 +343,7 @@ class StageBackward:
         """
         dtype = self.stage.blocks[span.begin].units[0].dtype
         if dy.step is not None and dy.g.dtype != dtype:  # kernels need g in their products' dtype
-            dy = Gradient(whole_gradient(self.stage.kernels, dy))
+            dy = Gradient(dy.whole(self.stage.kernels))
         found = self._run(span, y, dy) if span.is_run else self._block(span, y, dy)
         first, last = self.stage.first_unit[span.begin], self.stage.first_unit[span.end]
         self.stage.inputs[first:last] = [None] * (last - first)

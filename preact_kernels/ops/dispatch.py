@@ -63,7 +63,7 @@ def _triton_library_error() -> str:
 def _triton_kernels() -> Kernels:
     from preact_kernels.kernels import triton
 
-    return triton
+    return triton.kernels()
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -119,7 +119,7 @@ BACKENDS = (
         only_by_name=_IS_TRITON_INTERPRETED,
         is_experimental=not _IS_TRITON_INTERPRETED,
     ),
-    Backend("reference", lambda: reference, (), _FLOATS, lambda: ""),
+    Backend("reference", reference.kernels, (), _FLOATS, lambda: ""),
 )
 
 _by_name = {backend.name: backend for backend in BACKENDS}
@@ -289,7 +289,7 @@ def kernels_for(x: Tensor) -> Kernels:
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor | FunctionalTensor) or x.is_meta:
         return _registered
     if x.numel() == 0:  # a process of a group may have no samples
-        return reference
+        return reference.kernels()
     return select(_current, x.device.type, x.dtype)
 
 

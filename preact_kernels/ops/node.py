@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.activations import RELU, Activation, activate
-from preact_kernels.kernels import layout, pytorch_conv
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import (
     AffineStep,
     Epilogue,
@@ -86,9 +86,11 @@ class UnitFunction(torch.autograd.Function):
         if conv_weight is None:
             y = call.kernels.norm_act_forward(call.image(x), norm)
             return layout.from_image(y, layout.shape_of(x, call.dims), call.channels_last).detach()
-        inputs = Inputs(x, norm, call.image_weight(conv_weight))
-        given = call.unit, inputs, Epilogue(conv_bias, residual), call.mask(bits)
-        y = pytorch_conv.run_forward(call.kernels, *given).y
+        inputs, epilogue = (
+            Inputs(x, norm, call.image_weight(conv_weight)),
+            Epilogue(conv_bias, residual),
+        )
+        y = call.kernels.norm_act_conv_forward(call.unit, inputs, epilogue, call.mask(bits)).y
         y = y.squeeze(2) if call.dims == 3 else y
         return layout.restored(y, call.channels_last).detach()
 
@@ -150,8 +152,9 @@ def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[boo
         wanted = Wanted(needs_x or needs_sums, needs_conv)
         if any(wanted):
             inputs = Inputs(x, norm, call.image_weight(conv_weight))
-            given = unit, Gradient(dy), inputs, wanted, call.mask(bits)
-            g, sums, dconv_weight, _ = pytorch_conv.run_backward(kernels, *given)
+            g, sums, dconv_weight, _ = kernels.norm_act_conv_backward(
+                unit, Gradient(dy), inputs, wanted, call.mask(bits)
+            )
             if dconv_weight is not None and call.dims == 3:
                 dconv_weight = dconv_weight.squeeze(2)
         if needs_conv_bias:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Gradient, Kernels, Parameters, Statistics
-from preact_kernels.kernels.pytorch_conv import whole_gradient
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.autocast import has_autocast, is_autocast
@@ -148,7 +147,7 @@ class PreActStageFunction(torch.autograd.Function):
                 if part.end <= backward.first:
                     break
                 y, gradient = backward.backward(part, y, gradient)
-        dx = whole_gradient(kernels, gradient) if needs_x else None
+        dx = gradient.whole(kernels) if needs_x else None
         grads = flat_values(blocks, backward.gradients)
         for index, is_needed in enumerate(needed):
             if not is_needed:

@@ -32,6 +32,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
     statistics_dtype,
 )
+from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.native import FlatOps, flat_gradient, gradients
 from preact_kernels.ops import checks
 from preact_kernels.ops.op_arguments import check_arguments
@@ -128,7 +129,7 @@ def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
         y_dtype = (dy.g if dy.step is None else dy.step.x).dtype
         unit = _unit(rest[8:12], inputs, y_dtype, dtype)
         g, *others = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
-        # With a float32 stream, `pytorch_conv` returns a float32 g.
+        # With a float32 stream, PyTorch's convolution gives a float32 g.
         return _present(x, g if g is None else g.to(dtype), *others)
     if name == "residual_add_forward":
         return _flat_output(kernels.residual_add_forward(*arguments))
@@ -155,17 +156,30 @@ class RegisteredKernels(FlatOps):
         self._ops.running_stats_update.default(running, batch, momentum)
 
     def norm_act_conv_forward(
-        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
+        self,
+        unit: Unit,
+        inputs: Inputs,
+        epilogue: Epilogue = NO_EPILOGUE,
+        mask: Mask | None = None,
     ) -> Output:
         x, norm, conv_weight = inputs
+        if mask is not None or x.dim() != 4:
+            return self._pytorch_forward(unit, inputs, epilogue, mask)
         op = self._ops.norm_act_conv_forward.default
         y, mean, var = op(x, *norm, conv_weight, *unit.conv, *epilogue, unit.dtype)
         return Output(y, Statistics(mean, var) if epilogue.with_stats else None)
 
     def norm_act_conv_backward(
-        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+        self,
+        unit: Unit,
+        dy: Gradient,
+        inputs: Inputs,
+        wanted: Wanted,
+        mask: Mask | None = None,
     ) -> Gradients:
         x, norm, conv_weight = inputs
+        if mask is not None or x.dim() != 4:
+            return self._pytorch_backward(unit, dy, inputs, wanted, mask)
         op = self._ops.norm_act_conv_backward.default
         given = *flat_gradient(dy), x, *norm, conv_weight, *unit.conv
         return gradients(op(*given, *wanted, unit.dtype), wanted)
@@ -219,7 +233,11 @@ class FakeKernels(Kernels):
         return _nhwc_like(gradient.step.x)
 
     def norm_act_conv_forward(
-        self, unit: Unit, inputs: Inputs, epilogue: Epilogue = NO_EPILOGUE
+        self,
+        unit: Unit,
+        inputs: Inputs,
+        epilogue: Epilogue = NO_EPILOGUE,
+        mask: Mask | None = None,
     ) -> Output:
         shape = unit.conv.output_shape(inputs.x.shape, unit.weight_shape)
         y = torch.empty(
@@ -231,7 +249,12 @@ class FakeKernels(Kernels):
         return _output(y, epilogue.with_stats)
 
     def norm_act_conv_backward(
-        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+        self,
+        unit: Unit,
+        dy: Gradient,
+        inputs: Inputs,
+        wanted: Wanted,
+        mask: Mask | None = None,
     ) -> Gradients:
         x, norm, conv_weight = inputs
         return Gradients(

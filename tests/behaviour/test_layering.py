@@ -64,6 +64,20 @@ def test_no_backend_imports_another():
     assert not others
 
 
+def test_backends_do_not_import_themselves_and_ops_do_not_import_what_backends_share():
+    own = [
+        path.name
+        for path in sorted((PACKAGE / "kernels").rglob("*.py"))
+        if ["kernels", names_of(path)[1]] in imports(path)
+    ]
+    shared = [
+        path.name
+        for path in sorted((PACKAGE / "ops").glob("*.py"))
+        if any(p[:2] == ["kernels", "pytorch_conv"] for p in imports(path))
+    ]
+    assert not own + shared
+
+
 def test_benchmarks_and_tests_do_not_import_each_other():
     """What both use is in `testbed`, which imports neither. Tests of `bench` are in tests/bench."""
     above = {"bench": ["tests"], "testbed": ["bench", "tests"], "tests": ["bench"]}

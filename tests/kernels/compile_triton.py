@@ -33,7 +33,7 @@ import torch
 import triton
 
 from preact_kernels.activations import DEFAULTS
-from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels import triton as backend
 from preact_kernels.kernels.contract import (
     AffineStep,
     BlockRun,
@@ -57,6 +57,8 @@ from preact_kernels.kernels.triton.launch import INTERPRETED, Device, compile_op
 from testbed.cuda_programs import cuobjdump
 from testbed.triton_driver import active_driver
 from tests.cases import unit_of
+
+kernels = backend.kernels()
 
 CAPABILITIES = (80, 90, 100)  # no spills allowed
 
@@ -562,7 +564,7 @@ def faults(rows: Sequence[Compiled], stack_bytes: int = 0) -> list[str]:
 
 def all_kernels() -> set[str]:
     """The names of the kernels that launchers call."""
-    modules = [m for name, m in sys.modules.items() if name.startswith(kernels.__name__)]
+    modules = [m for name, m in sys.modules.items() if name.startswith(backend.__name__)]
     values = [value for module in modules for value in vars(module).values()]
     jitted = [f for f in values if isinstance(f, triton.runtime.JITFunction)]
     return {f.__name__ for f in jitted if f.__name__.endswith("_kernel")}

@@ -15,7 +15,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels import triton as backend
 from preact_kernels.kernels.contract import (
     AffineStep,
     Gradient,
@@ -31,6 +31,7 @@ SMALL = [(5, 20, 1), (5, 5, 1), (20, 5, 1)]  # two kernels of one grid
 
 any_offset = random.Random(0)
 driver = Driver(90)
+kernels = backend.kernels()
 
 
 def choice(kernel, grid, args, constants, num_warps, *_):

@@ -101,7 +101,7 @@ def check_forward_and_backward(conv, rows, activation, dtype):
     bias, residual = torch.randn(y.shape[1]).to(dtype), nhwc(torch.randn(y.shape)).to(dtype)
     epilogue = Epilogue(bias, residual, True)
     found = kernels.norm_act_conv_forward(unit, inputs, epilogue)
-    true = reference.norm_act_conv_forward(true_unit, true_inputs, in_double(epilogue))
+    true = reference.kernels().norm_act_conv_forward(true_unit, true_inputs, in_double(epilogue))
     # p, act(p) and y are rounded.
     assert_near(found.y, true.y, roundings=3)
     of_stored = reference.bn_stats(found.y.double())
@@ -113,7 +113,9 @@ def check_forward_and_backward(conv, rows, activation, dtype):
         dy = step or dy
         wanted = Wanted(True, True, step is not None)
         ours = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
-        truth = reference.norm_act_conv_backward(true_unit, in_double(dy), true_inputs, wanted)
+        truth = reference.kernels().norm_act_conv_backward(
+            true_unit, in_double(dy), true_inputs, wanted
+        )
         assert_near(ours.g, truth.g, roundings=4)
         assert_near(ours.conv_weight, truth.conv_weight, roundings=4)
         assert ours.sums.shape == truth.sums.shape
@@ -163,9 +165,11 @@ def test_every_activation_in_the_prologue_and_in_the_input_gradient():
             true_unit, true_inputs = in_double(unit), in_double(inputs)
             kernels = cpu.kernels()
             y = kernels.norm_act_conv_forward(unit, inputs).y
-            assert_near(y, reference.norm_act_conv_forward(true_unit, true_inputs).y)
+            assert_near(y, reference.kernels().norm_act_conv_forward(true_unit, true_inputs).y)
             dy, wanted = Gradient(torch.randn_like(y)), Wanted(True, True)
             ours = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
-            truth = reference.norm_act_conv_backward(true_unit, in_double(dy), true_inputs, wanted)
+            truth = reference.kernels().norm_act_conv_backward(
+                true_unit, in_double(dy), true_inputs, wanted
+            )
             for result, true in zip(ours[:3], truth[:3], strict=True):
                 assert_near(result, true)

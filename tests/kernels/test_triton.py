@@ -40,7 +40,7 @@ from triton.backends.compiler import GPUTarget
 
 from preact_kernels.activations import Activation
 from preact_kernels.kernels import reference
-from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels import triton as backend
 from preact_kernels.kernels.contract import (
     AffineStep,
     Conv,
@@ -65,6 +65,7 @@ from tests.kernels.cuda_conv_cases import LOW_NAN, RoundedOperands, as_tf32
 from tests.kernels.op_cases import NORM_OPS, arguments, random_images, run
 
 DEVICE = torch.device(device_of("triton"))
+kernels = backend.kernels()
 CASE = ConvCase("case", (3, 20, 9, 7), 24, padding=1, conv_bias=True, residual=True)
 
 
@@ -559,7 +560,8 @@ def test_fused_convolutions_of_other_activations(activation, kernel, in_one_pass
         found = {"y": y, **gradients._asdict()}
         return {name: t for name, t in found.items() if t is not None}
 
-    truth, eager = results(reference, torch.float64), results(reference, torch.float32)
+    plain = reference.kernels()
+    truth, eager = results(plain, torch.float64), results(plain, torch.float32)
     errors = {name: float((t.double() - truth[name]).norm()) for name, t in eager.items()}
     assert_within_budget(results(kernels, torch.float32), truth, errors)
 

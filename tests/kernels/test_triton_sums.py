@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 
 from preact_kernels.kernels import reference
-from preact_kernels.kernels import triton as kernels
+from preact_kernels.kernels import triton as backend
 from preact_kernels.kernels.triton import reduction
+
+kernels = backend.kernels()
 
 
 @pytest.fixture(autouse=True)

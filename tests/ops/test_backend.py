@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import preact_kernels as pk
-from preact_kernels.kernels import cpu, cuda, pytorch_conv, reference
+from preact_kernels.kernels import cpu, cuda, reference
+from preact_kernels.kernels.pytorch_conv import UnitKernels
 from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, batch_norm_inputs, device_of
 
@@ -109,7 +110,7 @@ def test_a_gpu_without_a_c_compiler_for_triton_is_told_so(monkeypatch):
 @pytest.fixture
 def experimental(monkeypatch):
     """The backend that "auto" takes on a CPU is an experimental one."""
-    row = backends.Backend("new", lambda: reference, (), DTYPES, lambda: "", is_experimental=True)
+    row = backends.Backend("new", reference.kernels, (), DTYPES, lambda: "", is_experimental=True)
     monkeypatch.setattr(backends, "BACKENDS", (row, *backends.BACKENDS))
     backends.select.cache_clear()
     backends.warn_of_experimental.cache_clear()
@@ -238,13 +239,13 @@ UNITS = {
 @pytest.mark.parametrize("name", ["auto", *pk.available_backends()])
 def test_backend_for_says_which_convolution_runs(name, monkeypatch):
     calls = []
-    function = pytorch_conv.norm_act_conv_forward
+    function = UnitKernels._pytorch_forward
 
     def counted(*arguments):
         calls.append(arguments)
         return function(*arguments)
 
-    monkeypatch.setattr(pytorch_conv, "norm_act_conv_forward", counted)
+    monkeypatch.setattr(UnitKernels, "_pytorch_forward", counted)
     for unit, (shape, options) in UNITS.items():
         weight = torch.randn(shape, device=device_of(name) if name != "auto" else "cpu")
         channels = shape[1] * options.get("groups", 1)

@@ -1,39 +1,39 @@
 """Plain PyTorch for every kernel, in any dtype up to float64: the specification of `Kernels`."""
 
-from preact_kernels.kernels.dropout import dropout, dropout_bits
-from preact_kernels.kernels.layout import nchw, nhwc
+import functools
+
+from torch import Tensor
+
+from preact_kernels.kernels.contract import Output, Unit
+from preact_kernels.kernels.pytorch_conv import UnitKernels
 from preact_kernels.kernels.reference.bn_stats import bn_stats, group_stats
 from preact_kernels.kernels.reference.norm_act import (
     norm_act_backward,
     norm_act_forward,
     norm_input_gradient,
 )
-from preact_kernels.kernels.reference.norm_act_conv import (
-    norm_act_conv_backward,
-    norm_act_conv_forward,
-    serves,
-)
-from preact_kernels.kernels.reference.residual_add import residual_add_forward
 from preact_kernels.kernels.running_stats import running_stats_update
 
-serves_planes = False
-checks_arguments = False
 
-__all__ = [
-    "bn_stats",
-    "checks_arguments",
-    "dropout",
-    "dropout_bits",
-    "group_stats",
-    "nchw",
-    "nhwc",
-    "norm_act_backward",
-    "norm_act_conv_backward",
-    "norm_act_conv_forward",
-    "norm_act_forward",
-    "norm_input_gradient",
-    "residual_add_forward",
-    "running_stats_update",
-    "serves",
-    "serves_planes",
-]
+class ReferenceKernels(UnitKernels):
+    """The functions of this package; all convolutions run in PyTorch."""
+
+    bn_stats = staticmethod(bn_stats)
+    group_stats = staticmethod(group_stats)
+    norm_act_forward = staticmethod(norm_act_forward)
+    norm_act_backward = staticmethod(norm_act_backward)
+    norm_input_gradient = staticmethod(norm_input_gradient)
+    running_stats_update = staticmethod(running_stats_update)
+
+    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
+        return False
+
+    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
+        y = x + branch
+        return Output(y, bn_stats(y) if with_stats else None)
+
+
+@functools.cache
+def kernels() -> ReferenceKernels:
+    """The backend's functions."""
+    return ReferenceKernels()

@@ -1,4 +1,4 @@
-"""The Triton backend, for GPUs and for the interpreter: an implementation of `BlockKernels`.
+"""The Triton backend, for GPUs and for the interpreter.
 
 Kernels see a dense NHWC tensor as a `[pixels, channels]` matrix, of the batch or of each image.
 There is one file per op, and `block_run` for several blocks in one call. Shared code is in
@@ -6,46 +6,84 @@ There is one file per op, and `block_run` for several blocks in one call. Shared
 over programs), `launch` (launches, grids) and `configurations` (tile sizes).
 """
 
-from preact_kernels.kernels.dropout import dropout, dropout_bits
-from preact_kernels.kernels.layout import nchw, nhwc
-from preact_kernels.kernels.running_stats import (
-    fast_running_stats_update as running_stats_update,
+import functools
+
+import torch
+
+from preact_kernels.kernels.contract import (
+    BlockKernels,
+    Epilogue,
+    Gradient,
+    Gradients,
+    Inputs,
+    Output,
+    Unit,
+    Wanted,
 )
+from preact_kernels.kernels.pytorch_conv import UnitKernels
+from preact_kernels.kernels.running_stats import fast_running_stats_update
+from preact_kernels.kernels.triton.batch_norm import aligned_gradient
 from preact_kernels.kernels.triton.block_run import block_run_backward, block_run_forward
 from preact_kernels.kernels.triton.bn_stats import bn_stats
+from preact_kernels.kernels.triton.configurations import is_fused
+from preact_kernels.kernels.triton.conv import precision
 from preact_kernels.kernels.triton.group_stats import group_stats
+from preact_kernels.kernels.triton.launch import aligned
 from preact_kernels.kernels.triton.norm_act import (
     norm_act_backward,
     norm_act_forward,
     norm_input_gradient,
 )
-from preact_kernels.kernels.triton.norm_act_conv import (
-    norm_act_conv_backward,
-    norm_act_conv_forward,
-    serves,
-)
+from preact_kernels.kernels.triton.norm_act_conv_backward import launch_norm_act_conv_backward
+from preact_kernels.kernels.triton.norm_act_conv_forward import launch_norm_act_conv_forward
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
-serves_planes = False
-checks_arguments = False
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ACTIVATIONS = ("relu", "leaky_relu", "identity")  # others are bound by instruction issue
 
-__all__ = [
-    "block_run_backward",
-    "block_run_forward",
-    "bn_stats",
-    "checks_arguments",
-    "dropout",
-    "dropout_bits",
-    "group_stats",
-    "nchw",
-    "nhwc",
-    "norm_act_backward",
-    "norm_act_conv_backward",
-    "norm_act_conv_forward",
-    "norm_act_forward",
-    "norm_input_gradient",
-    "residual_add_forward",
-    "running_stats_update",
-    "serves",
-    "serves_planes",
-]
+
+class TritonKernels(UnitKernels, BlockKernels):
+    """The functions of this package."""
+
+    bn_stats = staticmethod(bn_stats)
+    group_stats = staticmethod(group_stats)
+    norm_act_forward = staticmethod(norm_act_forward)
+    norm_act_backward = staticmethod(norm_act_backward)
+    norm_input_gradient = staticmethod(norm_input_gradient)
+    residual_add_forward = staticmethod(residual_add_forward)
+    running_stats_update = staticmethod(fast_running_stats_update)
+    block_run_forward = staticmethod(block_run_forward)
+    block_run_backward = staticmethod(block_run_backward)
+
+    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
+        """See `Kernels.serves`. The result does not depend on the device or on `pixels`.
+
+        With products in half precision, weights may be float32, and so may one of x and y.
+        """
+        sides = unit.x_dtype, unit.y_dtype
+        return (
+            unit.activation.name in _ACTIVATIONS
+            and not unit.has_rows
+            and unit.dtype in _DTYPES
+            and unit.dtype in sides
+            and {*sides, unit.weight_dtype} <= {unit.dtype, torch.float32}
+            and is_fused(unit.weight_shape, unit.conv.groups, precision(unit.dtype))
+        )
+
+    def _fused_forward(self, unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
+        inputs = inputs._replace(x=aligned(inputs.x))
+        if epilogue.residual is not None:
+            epilogue = epilogue._replace(residual=aligned(epilogue.residual))
+        return launch_norm_act_conv_forward(unit, inputs, epilogue)
+
+    def _fused_backward(
+        self, unit: Unit, dy: Gradient, inputs: Inputs, wanted: Wanted
+    ) -> Gradients:
+        inputs = inputs._replace(x=aligned(inputs.x))
+        return launch_norm_act_conv_backward(unit, aligned_gradient(dy), inputs, wanted)
+
+
+@functools.cache
+def kernels() -> TritonKernels:
+    """The backend's functions."""
+    return TritonKernels()
