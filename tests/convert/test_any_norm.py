@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
+from preact_kernels import activations
 from tests.convert.any_norm import Net, assert_runs, images, two_units
 from tests.convert.trial import Subject, assert_alike
 
@@ -169,6 +170,22 @@ ACTIVATIONS = {
 def test_activations_run_fused(name):
     for act in ACTIVATIONS[name]:
         assert_runs(partial(two_units, act=act), f"^GN-{name}-Conv$", f"^GN-{name}-Conv$")
+
+
+@pytest.mark.parametrize("name", activations.ACTIVATIONS)
+def test_every_function_of_an_activation_runs_fused(name):
+    row = activations.ACTIVATIONS[name]
+    options = {"approximate": "tanh"} if name == "gelu_tanh" else {}
+    for function in row.calls:
+        arguments = (2.0,) if row.parameter else ()
+        if function in (F.hardtanh, F.hardtanh_):
+            arguments = 0, 6
+        act = partial(call, function, arguments, options)
+        assert_runs(partial(two_units, act=act), *[f"^GN-{row.title}-Conv$"] * 2)
+
+
+def call(function, arguments, options, h):
+    return function(h, *arguments, **options)
 
 
 def test_a_norm_before_a_convolution_runs_fused():
