@@ -20,7 +20,6 @@ class ConvArguments(NamedTuple):
     groups: int
 
 
-@fx.wrap  # branches on the dimensions of the weight, unknown in a symbolic trace
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> Tensor:
     """PyTorch's convolution of 1, 2 or 3 dimensions; `numbers` as in `ConvArguments`."""
     return (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3](x, weight, bias, *numbers)
@@ -103,7 +102,6 @@ def modulate(
     return h if shift is None else h + shift.reshape(shape)
 
 
-@fx.wrap  # `residual` may be None when a symbolic trace runs
 def add_residual(y: Tensor, residual: Tensor | None) -> Tensor:
     """`y + residual`, or `y` without a residual."""
     return y if residual is None else y + residual

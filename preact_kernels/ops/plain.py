@@ -9,7 +9,7 @@ from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from preact_kernels.activations import Activation, activate
@@ -25,6 +25,9 @@ from preact_kernels.ops.arguments import (
     convolve,
 )
 from preact_kernels.torch_compat import is_transformed
+
+fx.wrap("add_residual")  # `residual` may be None when a symbolic trace runs
+fx.wrap("convolve")  # branches on the dimensions of the weight, unknown in a symbolic trace
 
 Part = Callable[[Tensor], Tensor]
 
@@ -67,14 +70,14 @@ def plain_norm_act_conv(
     residual: Tensor | None = None,
     scale_shift: ScaleShift = NO_SCALE_SHIFT,
     dropout: float = 0.0,
-    function: Callable[..., Tensor] = convolve,
+    function: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """A unit; PyTorch's operators check the arguments. `function` is the convolution."""
+    """A unit; PyTorch's operators check the arguments. `function` replaces `convolve`."""
 
     def convolution(a: Tensor) -> Tensor:
         weight, bias, *numbers = conv
         bias = None if bias is None else bias.to(a.dtype)
-        return function(a, weight.to(a.dtype), bias, *numbers)
+        return (function or convolve)(a, weight.to(a.dtype), bias, *numbers)
 
     return chain(
         x,

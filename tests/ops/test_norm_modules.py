@@ -143,7 +143,7 @@ CHANGES = {
         m.norm, "__class__", type("Doubled", (type(m.norm),), {"forward": lambda s, x: x * 2})
     ),
     "attribute_of_activation": lambda m: setattr(m.act, "forward", torch.sin),
-    "other_activation": lambda m: setattr(m, "act", nn.Softsign()),
+    "other_activation": lambda m: setattr(m, "act", nn.Softshrink()),
     "layer_norm_with_weight": lambda m: setattr(m, "norm", nn.LayerNorm([8, 5, 6])),
     "circular_padding": lambda m: setattr(m.conv, "padding_mode", "circular"),
     "weight_norm": lambda m: parametrizations.weight_norm(m.conv),
