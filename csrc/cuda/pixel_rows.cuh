@@ -120,12 +120,12 @@ __device__ inline void load_rows(Vector<T, kWidth> (&to)[kSteps], const T* from,
   }
 }
 
-// Adds `values` over the threads of a thread block with the same column. The threads of row 0 find
-// their sums in `shared` [kValues, kThreads].
+// Adds `values` over the threads of a thread block with the same column. `row` is the thread's. The
+// threads of row 0 find their sums in `shared` [kValues, kThreads].
 template <int kValues>
-__device__ inline void sum_over_rows(const double (&values)[kValues], const PixelRows& rows,
-                                     double* shared) {
-  const int thread = threadIdx.x, row = thread / rows.columns;
+__device__ inline void sum_over_rows(const double (&values)[kValues], int row,
+                                     const PixelRows& rows, double* shared) {
+  const int thread = threadIdx.x;
   __syncthreads();  // all threads have read an earlier sum
 #pragma unroll
   for (int i = 0; i < kValues; ++i) shared[i * kThreads + thread] = values[i];

@@ -38,9 +38,10 @@ constexpr size_t kThreadBlockSumBytes = kThreads * sizeof(double);
 template <int kValues>
 __device__ inline void sum_over_thread_block(double (&values)[kValues], const PixelRows& rows) {
   double* shared = reinterpret_cast<double*>(dynamic_shared());  // [kValues, kThreads]
-  sum_over_rows(values, rows, shared);
+  const int thread = threadIdx.x;
+  sum_over_rows(values, thread / rows.columns, rows, shared);
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) values[i] = shared[i * kThreads + threadIdx.x];
+  for (int i = 0; i < kValues; ++i) values[i] = shared[i * kThreads + thread];
 }
 
 // Adds two numbers of each channel over the grid: values[i] and values[kWidth + i] for channel i of

@@ -53,7 +53,7 @@ __device__ void add_up(const WeightGradientPartials& p, double* shared) {
         for (int i = 0; i < kVector; ++i) sums[i] += part[i];
       }
     }
-    sum_over_rows(sums, threads, shared);
+    sum_over_rows(sums, slice, threads, shared);
     if (slice != 0 || column >= width) continue;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
