@@ -52,7 +52,7 @@ def of_kernels(p, dy, activation):
 def test_compiled_libraries_have_the_activations_of_python():
     rows = re.findall(r'^  macro\(\w+, "(\w+)"\)', (ROOT / "csrc/args.h").read_text(), re.M)
     assert rows == list(ACTIVATIONS)
-    assert PARAMETERS.keys() == {name for name, default in ACTIVATIONS.items() if default}
+    assert PARAMETERS.keys() == {name for name, row in ACTIVATIONS.items() if row.parameter}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
