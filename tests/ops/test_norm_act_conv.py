@@ -80,7 +80,7 @@ def test_a_unit_says_whether_its_norm_has_rows(norm, backend, monkeypatch):
         with monkeypatch.context() as patch:
             calls = recorded_calls(kernels, "norm_act_conv_forward", patch)
             case.fused(**inputs, **arguments)
-        ((unit, given, _),) = calls
+        ((unit, given, *_),) = calls
         assert unit.has_rows == given.norm.has_rows == (case is not BATCH or bool(modulation))
 
 
