@@ -72,23 +72,29 @@ def devices() -> list[str]:
 
 
 def served_units(device: torch.device) -> list[str]:
-    """A table of the backends that run `UNITS` on a device, by dtype."""
+    """A table of the backends that run `UNITS` on a device, by dtype, and why PyTorch runs some."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    rows = {f"BN-ReLU-Conv on {device.type}": list(map(dtype_name, dtypes))}
-    for name, (shape, arguments) in UNITS.items():
+    names = list(map(dtype_name, dtypes))
+    rows: dict[str, Sequence[str]] = {f"BN-ReLU-Conv on {device.type}": names}
+    reasons: dict[tuple[str, str], list[str]] = {}  # dtypes by unit and reason
+    for unit, (shape, arguments) in UNITS.items():
         weight = torch.empty(shape, device="meta")
-        rows[name] = [_served(weight, dtype=d, device=device, **arguments) for d in dtypes]
+        found = [_served(weight, dtype=d, device=device, **arguments) for d in dtypes]
+        rows[unit] = found
+        for name, choice in zip(names, found, strict=True):
+            if choice.reason:
+                reasons.setdefault((unit, choice.reason), []).append(name)
     width = max(map(len, rows))
-    return [
-        " ".join([f"{n:{width}}", *(f"{t:30}" for t in row)]).rstrip() for n, row in rows.items()
-    ]
+    table = [" ".join([f"{n:{width}}", *(f"{t:30}" for t in row)]) for n, row in rows.items()]
+    why = [f"{unit} ({', '.join(of)}): {reason}" for (unit, reason), of in reasons.items()]
+    return [line.rstrip() for line in (*table, *why)]
 
 
-def _served(weight: torch.Tensor, **arguments: Any) -> str:
+def _served(weight: torch.Tensor, **arguments: Any) -> dispatch.Choice:
     try:
         return dispatch.backend_for(weight, **arguments)
-    except dispatch.BackendError:  # PREACT_KERNELS_BACKEND names a backend
-        return f"{dispatch.current()}: not served"
+    except dispatch.BackendError as error:  # PREACT_KERNELS_BACKEND names a backend
+        return dispatch.Choice(f"{dispatch.current()}: not served", str(error))
 
 
 def report() -> None:

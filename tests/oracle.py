@@ -82,7 +82,8 @@ def is_fused(inputs, *, stride=1, padding=0, dilation=1, groups=1, **_) -> bool:
     """Whether the convolution of a `pk.bn_relu_conv2d` is the backend's, and not PyTorch's."""
     x, weight = inputs["x"], inputs["conv_weight"]
     conv = geometry(weight.shape[2:], stride, padding, dilation, groups)
-    return dispatch.kernels_for(x).serves(unit_of(weight, conv), x.numel() // x.shape[1])
+    pixels = x.numel() // x.shape[1]
+    return not dispatch.kernels_for(x).refusal(unit_of(weight, conv), pixels)
 
 
 # Where a tap lies outside of the image these multiply by zero instead of leaving it out.

@@ -100,6 +100,11 @@ class Unit(NamedTuple):
     norm_groups: int | None = None  # groups of channels per image; None: statistics per channel
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 class Statistics(NamedTuple):
     """Mean and biased variance per channel, `[C]` each, or `[N, C]` for each image."""
 
@@ -209,7 +214,7 @@ class Parameters(NamedTuple):
 class BlockRun(NamedTuple):
     """Consecutive blocks `y = x + F(x)` without projections, with equal units.
 
-    `serves` holds for all units, which have stride 1 and no process group.
+    The backend refuses no unit; all have stride 1 and no process group.
     """
 
     units: Sequence[Unit]  # units of one block
@@ -253,10 +258,11 @@ class Kernels(Protocol):
     checks_arguments: bool = False
 
     @abstractmethod
-    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        """Whether `norm_act_conv_*` run a fused kernel, not PyTorch's convolution.
+    def refusal(self, unit: Unit, pixels: int | None = None) -> str:
+        """Why `norm_act_conv_*` run PyTorch's convolution; empty if they run a fused kernel.
 
-        `pixels` counts the pixels of the input, over the batch; None: whether any number is served.
+        The reason begins with the name of an argument. `pixels` counts the pixels of the input,
+        over the batch; None: empty if some number is served.
         """
 
     @abstractmethod

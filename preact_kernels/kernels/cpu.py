@@ -26,6 +26,7 @@ from preact_kernels.kernels.contract import (
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.layout import CHANNELS_LAST, nchw, nhwc
 from preact_kernels.kernels.native import NativeKernels, load_library
+from preact_kernels.kernels.pytorch_conv import other_dtype, unserved
 
 # Beyond `ConvLimits.few_values`, a direct convolution is faster if the values have at
 # least this many elements per weight and thread, by lanes of a vector: each thread sums its own
@@ -71,39 +72,49 @@ class CPUKernels(NativeKernels):
     def limits(self) -> ConvLimits:
         return ConvLimits(*self._ops.conv_limits())
 
-    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
+    def _unit_refusal(self, unit: Unit) -> str | None:
         out_channels, in_channels, kernel_h, kernel_w = unit.weight_shape
-        stride, padding, dilation, groups = unit.conv
+        _, padding, dilation, groups = unit.conv
         taps = kernel_h * kernel_w
-        dtype = unit.dtype
-        if not (
-            groups == 1
-            and dtype == unit.x_dtype == unit.y_dtype == unit.weight_dtype != torch.float64
-            and dilation[0] == dilation[1] == 1
-            and kernel_h == 2 * padding[0] + 1
-            and kernel_w == 2 * padding[1] + 1
-            and taps <= self.limits.most_taps
-            and out_channels % self._channel_multiple == 0
-            and in_channels % self._channel_multiple == 0
-        ):
-            return False
-        weights = taps * out_channels * in_channels
-        if weights <= self.limits.small_weight:
-            return True
-        values = None
-        if pixels is not None:
-            computed = pixels // (stride[0] * stride[1])  # approximately
-            read = pixels if taps > 1 else computed
-            values = read * in_channels + computed * out_channels
-        return self._is_faster(taps, weights, values, dtype)
+        if groups != 1:
+            return unserved("groups", 1, groups)
+        if unit.dtype == torch.float64:
+            return unserved("dtype", "float32, bfloat16 and float16", "float64")
+        if refusal := other_dtype(unit, (unit.dtype,)):
+            return refusal
+        if (dilation[0], dilation[1]) != (1, 1):
+            return unserved("dilation", 1, dilation)
+        if kernel_h % 2 == 0 or kernel_w % 2 == 0:
+            return unserved("conv_weight", "odd kernels", f"{kernel_h}x{kernel_w}")
+        if (kernel_h, kernel_w) != (2 * padding[0] + 1, 2 * padding[1] + 1):
+            return unserved("padding", (kernel_h // 2, kernel_w // 2), padding)
+        if taps > self.limits.most_taps:
+            return unserved("conv_weight", f"up to {self.limits.most_taps} taps", taps)
+        multiple = self._channel_multiple
+        if out_channels % multiple or in_channels % multiple:
+            served = f"channels in multiples of {multiple}"
+            return unserved("conv_weight", served, f"{in_channels} to {out_channels}")
+        return "" if taps * out_channels * in_channels <= self.limits.small_weight else None
 
-    def _is_faster(self, taps: int, weights: int, values: int | None, dtype: torch.dtype) -> bool:
+    def _call_refusal(self, unit: Unit, pixels: int | None) -> str:
+        if self._is_faster(unit, pixels):
+            return ""
+        return "conv_weight: PyTorch's convolution is faster for this size"
+
+    def _is_faster(self, unit: Unit, pixels: int | None) -> bool:
         """Whether a direct convolution with a large weight is faster than PyTorch's."""
-        limits, lanes = self.limits, self._channel_multiple
+        limits, lanes, dtype = self.limits, self._channel_multiple, unit.dtype
         if lanes < 8 or (dtype.itemsize == 2 and torch_compat.has_amx()):
             return False
-        if values is None:
+        if pixels is None:
             return True
+        out_channels, in_channels, kernel_h, kernel_w = unit.weight_shape
+        stride_h, stride_w = unit.conv.stride
+        taps = kernel_h * kernel_w
+        weights = taps * out_channels * in_channels
+        computed = pixels // (stride_h * stride_w)  # approximately
+        read = pixels if taps > 1 else computed
+        values = read * in_channels + computed * out_channels
         few = min(limits.few_values, limits.few_values_per_weight * weights)
         if values <= few:
             return True
@@ -120,7 +131,7 @@ class CPUKernels(NativeKernels):
         epilogue: Epilogue = NO_EPILOGUE,
         mask: Mask | None = None,
     ) -> Output:
-        if max(unit.conv.stride) > 1 and mask is None and _skips_pixels(unit):
+        if mask is None and max(unit.conv.stride) > 1 and _skips_pixels(unit):
             unit, inputs = _read_pixels(unit, inputs)
         return super().norm_act_conv_forward(unit, inputs, epilogue, mask)
 
@@ -132,7 +143,7 @@ class CPUKernels(NativeKernels):
         wanted: Wanted,
         mask: Mask | None = None,
     ) -> Gradients:
-        if max(unit.conv.stride) == 1 or mask is not None or not _skips_pixels(unit):
+        if mask is not None or max(unit.conv.stride) == 1 or not _skips_pixels(unit):
             return super().norm_act_conv_backward(unit, dy, inputs, wanted, mask)
         x, norm, _ = inputs
         # In PyTorch a pixel that the convolution skips adds 0 * xhat to the gradient of bn_weight:

@@ -27,6 +27,11 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
+from preact_kernels.kernels.pytorch_conv import (
+    mixed_dtypes_refusal,
+    rows_refusal,
+    unserved,
+)
 
 # Most pixels of a batch for which a convolution is fused, by kernel height and output channels; no
 # limit without an entry. Beyond it, PyTorch's convolution follows a fused batch norm and ReLU.
@@ -58,8 +63,8 @@ def _may_round_to_tf32() -> bool:
 class CUDAKernels(NativeKernels):
     """The compiled CUDA library."""
 
-    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        """See `Kernels.serves`.
+    def _unit_refusal(self, unit: Unit) -> str | None:
+        """See `UnitKernels`.
 
         The fused convolutions serve 1x1 with 16, 32, ... 256 channels and 3x3 with 16, 32 or 64
         (float32: 16 or 32), stride 1, if the GPU has enough shared memory and `MOST_PIXELS` allows
@@ -67,28 +72,34 @@ class CUDAKernels(NativeKernels):
         in half precision, weights may be float32, and so may one of x and y, which takes more
         shared memory.
         """
+        if unit.activation != RELU:
+            return unserved("activation", "relu", unit.activation.name)
+        if refusal := rows_refusal(unit) or mixed_dtypes_refusal(unit):
+            return refusal
         stride, padding, dilation, groups = unit.conv
         kernel_h, kernel_w = unit.weight_shape[2:]
-        most_pixels = MOST_PIXELS.get((kernel_h, unit.weight_shape[0]))
-        sides = unit.x_dtype, unit.y_dtype
+        if groups != 1:
+            return unserved("groups", 1, groups)
+        if (stride[0], stride[1]) != (1, 1):
+            return unserved("stride", 1, stride)
+        if (dilation[0], dilation[1]) != (1, 1) and (kernel_h, kernel_w) != (1, 1):
+            return unserved("dilation", 1, dilation)
+        if (kernel_h, kernel_w) != (2 * padding[0] + 1, 2 * padding[1] + 1):
+            return unserved("padding", "half the kernel size", padding)
+        return None
+
+    def _call_refusal(self, unit: Unit, pixels: int | None) -> str:
+        if pixels is not None:
+            most = MOST_PIXELS.get((unit.weight_shape[2], unit.weight_shape[0]))
+            if most is not None and pixels > most:
+                return unserved("x", f"up to {most} pixels of a batch", pixels)
+        if unit.dtype == torch.float32 and not _may_round_to_tf32():
+            return "dtype: the fused convolution rounds float32 to TF32, which PyTorch may not"
         with_stream = unit.x_dtype != unit.y_dtype
-        return (
-            unit.activation == RELU
-            and not unit.has_rows
-            and groups == 1
-            and unit.dtype in sides
-            and unit.dtype != torch.float64
-            and {*sides, unit.weight_dtype} <= {unit.dtype, torch.float32}
-            and stride[0] == stride[1] == 1
-            and (dilation[0] == dilation[1] == 1 or kernel_h == kernel_w == 1)
-            and kernel_h == 2 * padding[0] + 1
-            and kernel_w == 2 * padding[1] + 1
-            and (pixels is None or most_pixels is None or pixels <= most_pixels)
-            and (unit.dtype != torch.float32 or _may_round_to_tf32())
-            and _fits_shared_memory(
-                self._ops, tuple(unit.weight_shape), unit.dtype, unit.device, with_stream
-            )
-        )
+        shape = tuple(unit.weight_shape)
+        if not _fits_shared_memory(self._ops, shape, unit.dtype, unit.device, with_stream):
+            return unserved("conv_weight", "few channels of 1x1 and 3x3 kernels", list(shape))
+        return ""
 
     def _fused_forward(self, unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
         """See `UnitKernels`. The fused kernels do not add a bias."""

@@ -10,6 +10,9 @@ PyTorch's convolution of an NHWC tensor converts an NCHW weight, and its gradien
 call. If the weight is much larger than the activation, the activation is converted instead.
 """
 
+import functools
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,16 +28,54 @@ from preact_kernels.kernels.contract import (
     Output,
     Unit,
     Wanted,
+    dtype_name,
 )
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.layout import CHANNELS_LAST, as_image, check_storage, from_image
 
 
+class _Refusals(dict[Unit, str | None]):
+    """Results of `UnitKernels._unit_refusal` by unit."""
+
+    MOST = 4096  # bounds the memory of a program with new shapes at every call
+
+    def __init__(self, find: Callable[[Unit], str | None]) -> None:
+        self._find = find
+
+    def __missing__(self, unit: Unit) -> str | None:
+        found = self._find(unit)
+        if unit.process_group is None:  # a key would keep it alive
+            if len(self) >= self.MOST:
+                self.clear()
+            self[unit] = found
+        return found
+
+
 class UnitKernels(Kernels):
     """`norm_act_conv_*` for all units; a backend adds fused kernels for the units that it serves.
 
-    `_fused_forward` and `_fused_backward` run images without dropout that `serves` accepts.
+    `_fused_forward` and `_fused_backward` run units that `refusal` does not refuse, on images,
+    without dropout.
     """
+
+    def refusal(self, unit: Unit, pixels: int | None = None) -> str:
+        try:
+            found = self._refusals[unit]
+        except TypeError:  # symbolic sizes cannot be keys
+            found = self._unit_refusal(unit)
+        return self._call_refusal(unit, pixels) if found is None else found
+
+    @functools.cached_property
+    def _refusals(self) -> _Refusals:
+        return _Refusals(self._unit_refusal)
+
+    def _unit_refusal(self, unit: Unit) -> str | None:
+        """`refusal` if it depends on nothing but the unit; None: `_call_refusal` decides."""
+        raise NotImplementedError
+
+    def _call_refusal(self, unit: Unit, pixels: int | None) -> str:
+        """`refusal` if it depends on the number of pixels, or on the state of the process."""
+        raise NotImplementedError
 
     def norm_act_conv_forward(
         self,
@@ -44,7 +85,7 @@ class UnitKernels(Kernels):
         mask: Mask | None = None,
     ) -> Output:
         x = inputs.x
-        if mask is None and x.dim() == 4 and self.serves(unit, x.numel() // x.shape[1]):
+        if mask is None and x.dim() == 4 and not self.refusal(unit, x.numel() // x.shape[1]):
             return self._fused_forward(unit, inputs, epilogue)
         return self._pytorch_forward(unit, inputs, epilogue, mask)
 
@@ -57,7 +98,7 @@ class UnitKernels(Kernels):
         mask: Mask | None = None,
     ) -> Gradients:
         x = inputs.x
-        if mask is None and x.dim() == 4 and self.serves(unit, x.numel() // x.shape[1]):
+        if mask is None and x.dim() == 4 and not self.refusal(unit, x.numel() // x.shape[1]):
             return self._fused_backward(unit, dy, inputs, wanted)
         return self._pytorch_backward(unit, dy, inputs, wanted, mask)
 
@@ -170,3 +211,41 @@ def _converts_activation(x: Tensor, conv_weight: Tensor) -> bool:
         and x.device.type == "cpu"
         and not conv_weight.is_contiguous(memory_format=CHANNELS_LAST[conv_weight.dim()])
     )
+
+
+def unserved(argument: str, served: object, given: object) -> str:
+    """A result of `Kernels.refusal`."""
+    return f"{argument}: the fused convolution serves {served}, got {given}"
+
+
+def other_dtype(unit: Unit, served: Sequence[torch.dtype]) -> str:
+    """A result of `Kernels.refusal` if x, the weight or y has a dtype that is not in `served`."""
+    named = ("x", unit.x_dtype), ("conv_weight", unit.weight_dtype), ("residual", unit.y_dtype)
+    for name, dtype in named:
+        if dtype not in served:
+            names = " and ".join(map(dtype_name, served))
+            text = f"{names} for products in {dtype_name(unit.dtype)}"
+            return unserved(name, text, dtype_name(dtype))
+    return ""
+
+
+def mixed_dtypes_refusal(unit: Unit) -> str:
+    """A result of `Kernels.refusal` of the GPU backends.
+
+    With products in half precision, weights may be float32, and so may one of x and y.
+    """
+    if unit.dtype == torch.float64:
+        return unserved("dtype", "float32, bfloat16 and float16", "float64")
+    if refusal := other_dtype(unit, tuple(dict.fromkeys((unit.dtype, torch.float32)))):
+        return refusal
+    if unit.dtype not in (unit.x_dtype, unit.y_dtype):
+        name = dtype_name(unit.dtype)
+        return unserved("residual", f"{name} with float32 x and products in {name}", "float32")
+    return ""
+
+
+def rows_refusal(unit: Unit) -> str:
+    """A result of `Kernels.refusal` of the GPU backends: the norm has no rows."""
+    if unit.has_rows:
+        return unserved("norm", "one value per channel", "a row for each image")
+    return ""

@@ -158,7 +158,7 @@ def _check(
         _check_weight(conv, shape, context)
         is_last = len(units) + 1 == len(arguments.units)
         y_dtype = stream if is_last and arguments.is_residual else dtype
-        unit = _unit(bn, conv, (dtype, x_dtype, y_dtype))
+        unit = _unit(bn, conv, dtype, x_dtype, y_dtype)
         units.append(unit)
         x_dtype = dtype
         before, shape = shape, unit.conv.output_shape(shape, unit.weight_shape)
@@ -168,10 +168,9 @@ def _check(
     shapes = block.shapes(block_shape)
     if arguments.projection is not None:
         _check_weight(arguments.projection, block_shape, context)
-        dtypes = dtype, units[0].x_dtype, dtype
-        block = block._replace(
-            projection=_unit(arguments.units[0][0], arguments.projection, dtypes)
-        )
+        bn, _ = arguments.units[0]
+        unit = _unit(bn, arguments.projection, dtype, units[0].x_dtype, dtype)
+        block = block._replace(projection=unit)
     if arguments.is_residual:
         projection = block.projection
         shortcut = block_shape
@@ -183,17 +182,22 @@ def _check(
 
 
 def _unit(
-    bn: BatchNorm, conv: ConvArguments, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    bn: BatchNorm,
+    conv: ConvArguments,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+    y_dtype: torch.dtype,
 ) -> Unit:
-    weight = conv.weight
-    of_all = *dtypes, weight.dtype
     return Unit(
-        weight.shape,
+        conv.weight.shape,
         geometry_of(conv),
-        weight.device,
-        *of_all,
-        bn.training,
-        bn.process_group,
+        conv.weight.device,
+        dtype=dtype,
+        x_dtype=x_dtype,
+        y_dtype=y_dtype,
+        weight_dtype=conv.weight.dtype,
+        uses_batch=bn.training,
+        process_group=bn.process_group,
     )
 
 

@@ -172,7 +172,7 @@ class Stage:
                 return False
             if max(unit.conv.stride) > 1:
                 return False
-            if not self.kernels.serves(unit, shape[0] * shape[2] * shape[3]):
+            if self.kernels.refusal(unit, shape[0] * shape[2] * shape[3]):
                 return False
         return True
 

@@ -7,15 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Conv, samples_of
+from preact_kernels.kernels.contract import Conv, dtype_name, samples_of
 from preact_kernels.kernels.layout import check_storage, readable_bytes
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_metadata(name: str, value: Any) -> None:

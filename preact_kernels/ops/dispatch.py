@@ -270,14 +270,14 @@ def experimental_backend(device_type: str, dtype: torch.dtype) -> str:
     return backend.name if backend.is_experimental else ""
 
 
-def _serves(unit: Unit, pixels: int | None) -> bool:
-    """Whether the backend that will run a traced op fuses it; False on the meta device."""
+def _traced_refusal(unit: Unit, pixels: int | None) -> str:
+    """`Kernels.refusal` of the backend that will run a traced op."""
     if unit.device.type == "meta":
-        return False
-    return select(_current, unit.device.type, unit.dtype).serves(unit, pixels)
+        return schema.FAKES.refusal(unit, pixels)
+    return select(_current, unit.device.type, unit.dtype).refusal(unit, pixels)
 
 
-_registered = schema.RegisteredKernels(_serves)
+_registered = schema.RegisteredKernels(_traced_refusal)
 
 
 def kernels_for(x: Tensor) -> Kernels:
@@ -296,6 +296,21 @@ def kernels_for(x: Tensor) -> Kernels:
 schema.register(kernels_for)
 
 
+class Choice(str):
+    """A backend and a convolution, such as `"cpu: PyTorch convolution"`.
+
+    Attributes:
+        reason: why the convolution is not fused, or an empty string.
+    """
+
+    reason: str
+
+    def __new__(cls, text: str, reason: str = "") -> "Choice":
+        choice = super().__new__(cls, text)
+        choice.reason = reason
+        return choice
+
+
 def backend_for(
     conv_weight: Tensor,
     *,
@@ -305,7 +320,7 @@ def backend_for(
     groups: int = 1,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-) -> str:
+) -> Choice:
     """Returns which backend runs a BN-ReLU-Conv unit, and whether its convolution is fused.
 
     The convolution has no bias. Even if the result says "fused", large weights run in PyTorch's
@@ -322,7 +337,8 @@ def backend_for(
 
     Returns:
         For example `"cpu: fused convolution"` or `"cpu: PyTorch convolution"`. In the second case
-        only batch norm and ReLU are fused.
+        only batch norm and ReLU are fused, and the attribute `reason` of the string says why, for
+        example `"groups: the fused convolution serves 1, got 2"`. Otherwise it is empty.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -341,12 +357,24 @@ def backend_for(
         names = ", ".join(map(checks.dtype_name, checks.FLOATS))
         raise TypeError(f"dtype: expected {names} or None, got {dtype!r}")
     backend = _serving(_current, device.type, dtype, ("device", "dtype"))
-    is_fused = False
-    if conv is not None:
-        dtypes = dtype, dtype, dtype, dtype
-        unit = Unit(conv_weight.shape, conv, device, *dtypes)
-        is_fused = backend.kernels().serves(unit)
-    return f"{backend.name}: {'fused' if is_fused else 'PyTorch'} convolution"
+    if conv is None:
+        reason = (
+            "padding: the fused convolution serves as many pixels on both sides of an axis, "
+            f"got {padding!r}"
+        )
+    else:
+        unit = Unit(
+            conv_weight.shape,
+            conv,
+            device,
+            dtype=dtype,
+            x_dtype=dtype,
+            y_dtype=dtype,
+            weight_dtype=dtype,
+        )
+        reason = backend.kernels().refusal(unit)
+    kind = "PyTorch" if reason else "fused"
+    return Choice(f"{backend.name}: {kind} convolution", reason)
 
 
 def current() -> str:

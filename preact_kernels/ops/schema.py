@@ -87,10 +87,16 @@ def _unit(conv: Sequence, inputs: Inputs, y_dtype: torch.dtype, dtype: torch.dty
     x, norm, weight = inputs
     stride, padding, dilation, groups = conv
     geometry = Conv(tuple(stride), tuple(padding), tuple(dilation), groups)
-    dtypes = dtype, x.dtype, y_dtype, weight.dtype
-    activation = Activation(norm.activation, norm.parameter)
     return Unit(
-        weight.shape, geometry, x.device, *dtypes, activation=activation, has_rows=norm.has_rows
+        weight.shape,
+        geometry,
+        x.device,
+        dtype=dtype,
+        x_dtype=x.dtype,
+        y_dtype=y_dtype,
+        weight_dtype=weight.dtype,
+        activation=Activation(norm.activation, norm.parameter),
+        has_rows=norm.has_rows,
     )
 
 
@@ -140,15 +146,15 @@ class RegisteredKernels(FlatOps):
     """`Kernels` that call the registered ops, for tracing.
 
     Args:
-        serves: `Kernels.serves` of the backend that will run the ops.
+        refusal: `Kernels.refusal` of the backend that will run the ops.
     """
 
-    def __init__(self, serves: Callable[[Unit, int | None], bool]) -> None:
+    def __init__(self, refusal: Callable[[Unit, int | None], str]) -> None:
         super().__init__(torch.ops.preact_kernels)
-        self._serves = serves
+        self._refusal = refusal
 
-    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        return self._serves(unit, pixels)
+    def refusal(self, unit: Unit, pixels: int | None = None) -> str:
+        return self._refusal(unit, pixels)
 
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
@@ -206,8 +212,8 @@ def _output(y: Tensor, with_stats: bool) -> Output:
 class FakeKernels(Kernels):
     """`Kernels` that compute only shapes, strides and dtypes of results."""
 
-    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        return False
+    def refusal(self, unit: Unit, pixels: int | None = None) -> str:
+        return "device: the meta device computes nothing"
 
     def bn_stats(self, x: Tensor) -> Statistics:
         return _statistics_like(x)
@@ -268,13 +274,15 @@ class FakeKernels(Kernels):
         return _output(_nhwc_like(x), with_stats)
 
 
+FAKES = FakeKernels()
+
+
 def register(choose_kernels) -> None:
     """Registers all ops.
 
     Args:
         choose_kernels: maps a tensor argument to the `Kernels` that compute the op.
     """
-    fakes = FakeKernels()
     for name, schema in SCHEMAS.items():
         parameters = re.findall(r"(\w+)(?=, |\) ->)", schema.partition(" ->")[0] + " ->")
 
@@ -288,7 +296,7 @@ def register(choose_kernels) -> None:
             return call_with_flat_arguments(kernels, name, arguments)
 
         def fake(*arguments, name=name):
-            return call_with_flat_arguments(fakes, name, arguments)
+            return call_with_flat_arguments(FAKES, name, arguments)
 
         qualified = f"preact_kernels::{name}"
         torch.library.define(qualified, schema, tags=torch.Tag.pt2_compliant_tag)

@@ -122,7 +122,7 @@ def with_served_weight(
     if unit.weight_dtype == unit.dtype or (
         len(unit.weight_shape) == 4
         and not torch.compiler.is_compiling()
-        and kernels.serves(unit, pixels)
+        and not kernels.refusal(unit, pixels)
     ):
         return unit, conv_weight
     return unit._replace(weight_dtype=unit.dtype), conv_weight.to(unit.dtype)

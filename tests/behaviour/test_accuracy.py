@@ -87,7 +87,7 @@ def wrong_by(share, t):
 
 def test_each_function_of_a_backend_has_a_kind():
     functions = {n for n, _ in inspect.getmembers(BlockKernels, inspect.isfunction)}
-    assert {n for n in functions if not n.startswith("_")} - {"serves"} == KIND_OF.keys()
+    assert {n for n in functions if not n.startswith("_")} - {"refusal"} == KIND_OF.keys()
 
 
 @needs_cpu_library

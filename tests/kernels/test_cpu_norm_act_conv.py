@@ -94,7 +94,7 @@ def test_forward_and_backward(conv, monkeypatch):
 def check_forward_and_backward(conv, rows, activation, dtype):
     unit, inputs = problem(conv, dtype, activation, rows)
     kernels = cpu.kernels()
-    assert kernels.serves(unit, inputs.x.numel() // inputs.x.shape[1])
+    assert not kernels.refusal(unit, inputs.x.numel() // inputs.x.shape[1])
     true_unit, true_inputs = in_double(unit), in_double(inputs)
 
     y = kernels.norm_act_conv_forward(unit, inputs).y

@@ -164,7 +164,7 @@ def test_a_fused_convolution_takes_the_gradient_of_a_norm_with_rows():
     step = step._replace(norm=norm, sums=torch.randn(2, n, k), inv_count=1 / 35)
     dy = Gradient(given.dy.g, step)
     unit = unit_of(given.conv_weight, conv(CASE), torch.bfloat16, torch.bfloat16)
-    assert kernels().serves(unit)
+    assert not kernels().refusal(unit)
     inputs = Inputs(given.x, given.norm, given.conv_weight)
     whole = kernels().norm_input_gradient(dy)
     expected = kernels().norm_act_conv_backward(unit, Gradient(whole), inputs, Wanted(True, True))

@@ -238,7 +238,7 @@ def test_partial_weight_gradients_are_never_more_bytes_than_what_they_save(case,
 def is_served(shape, dtype, pixels=None, **changes):
     same = Conv((1, 1), tuple(side // 2 for side in shape[2:]), (1, 1), 1)
     weight = torch.empty(shape, dtype=dtype, device=DEVICE)
-    return kernels().serves(unit_of(weight, same._replace(**changes)), pixels)
+    return not kernels().refusal(unit_of(weight, same._replace(**changes)), pixels)
 
 
 SERVED = {
@@ -272,7 +272,7 @@ def test_fake_tensors_are_served_as_others():
     unit = unit_of(weight, Conv((1, 1), (1, 1), (1, 1), 1))
     cuda._fits_shared_memory.cache_clear()
     with FakeTensorMode():
-        assert kernels().serves(unit)
+        assert not kernels().refusal(unit)
 
 
 def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(monkeypatch):

@@ -181,7 +181,7 @@ def test_units_of_other_dtypes_are_left_to_pytorch():
     def is_served(dtype, x_dtype, y_dtype, weight_dtype):
         weight = torch.empty(16, 16, 1, 1, dtype=weight_dtype, device=DEVICE)
         geometry = Conv((1, 1), (0, 0), (1, 1), 1)
-        return kernels().serves(unit_of(weight, geometry, dtype, x_dtype, y_dtype))
+        return not kernels().refusal(unit_of(weight, geometry, dtype, x_dtype, y_dtype))
 
     assert {dtypes: is_served(*dtypes) for dtypes in served} == served
 
@@ -189,8 +189,8 @@ def test_units_of_other_dtypes_are_left_to_pytorch():
 @pytest.mark.backends("cuda")
 @pytest.mark.parametrize("side", [1, 3])
 def test_the_library_refuses_the_dtypes_that_are_not_served(side, monkeypatch):
-    serves = cuda.CUDAKernels.serves
-    monkeypatch.setattr(cuda.CUDAKernels, "serves", lambda *_: True)
+    refusal = cuda.CUDAKernels.refusal
+    monkeypatch.setattr(cuda.CUDAKernels, "refusal", lambda *_: "")
     case = Case(1, 2, 3, 16, 16, side)
     given = forward_inputs(case, torch.float32)
     for x_dtype, y_dtype, dtype, weight_dtype in itertools.product(cuda_conv.DTYPES, repeat=4):
@@ -200,10 +200,9 @@ def test_the_library_refuses_the_dtypes_that_are_not_served(side, monkeypatch):
             (Forward(x, given.norm, weight, y), False),
             (Backward(Gradient(y), x, given.norm, weight), Wanted(True, True)),
         ):
-            is_served = serves(cuda.kernels(), unit(case, inputs, dtype))
+            is_served = not refusal(cuda.kernels(), unit(case, inputs, dtype))
             message = "^(x|dtype|conv_weight|residual, g, step_x): expected (the dtype|that) of "
-            refusal = pytest.raises(RuntimeError, match=message)
-            with nullcontext() if is_served else refusal:
+            with nullcontext() if is_served else pytest.raises(RuntimeError, match=message):
                 call(cuda.kernels(), case, inputs, options, dtype)
 
 

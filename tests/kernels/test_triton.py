@@ -113,7 +113,7 @@ def test_wide_addresses_change_no_bit(monkeypatch):
 def test_the_blocks_of_every_gpu(capability, kernel, channels, out_channels, dtype, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as is PyTorch's default
     weight_shape = out_channels, channels, kernel, kernel
-    assert configurations.is_fused(weight_shape, 1, conv.precision(dtype))
+    assert not configurations.conv_refusal(weight_shape, 1, conv.precision(dtype))
     replace(monkeypatch, "properties", lambda device: launch.Device(capability, 2, 227 * 1024))
     replace(monkeypatch, "costs_less_apart", lambda *_: False)
     case = ConvCase(
@@ -361,7 +361,7 @@ def test_wide_grouped_and_large_convolutions_are_left_to_pytorch(monkeypatch):
         ((64, 16, 1, 1), 1, "ieee"): True,
         ((128, 32, 1, 1), 1, "ieee"): False,
     }
-    assert {case: configurations.is_fused(*case) for case in fused} == fused
+    assert {case: not configurations.conv_refusal(*case) for case in fused} == fused
     for is_allowed, of_float32 in ((True, "tf32"), (False, "ieee")):
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", is_allowed)
         assert conv.precision(torch.float32) == of_float32
@@ -570,5 +570,5 @@ def test_which_activations_a_fused_convolution_serves():
     weight = torch.empty(20, 10, 1, 1)
     unit = unit_of(weight, Conv((1, 1), (0, 0), (1, 1), 1))
     for name, is_served in (("leaky_relu", True), ("identity", True), ("silu", False)):
-        assert kernels.serves(unit._replace(activation=Activation(name))) == is_served
-    assert not kernels.serves(unit._replace(has_rows=True))
+        assert (not kernels.refusal(unit._replace(activation=Activation(name)))) == is_served
+    assert kernels.refusal(unit._replace(has_rows=True)).startswith("norm: ")

@@ -1,13 +1,18 @@
 """Backends are chosen by name, and a named one is never replaced in silence."""
 
+import copy
+import re
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import preact_kernels as pk
+from preact_kernels import __main__ as command
 from preact_kernels.kernels import cpu, cuda, reference
+from preact_kernels.kernels.contract import Conv, Unit
 from preact_kernels.kernels.pytorch_conv import UnitKernels
 from preact_kernels.ops import dispatch as backends
 from tests.cases import SERVED_DTYPES, batch_norm_inputs, device_of
@@ -266,6 +271,63 @@ def test_backend_for_takes_a_dtype_and_a_device():
     assert pk.backend_for(weight, device="meta") == "reference: PyTorch convolution"
     with pk.use_backend("reference"):
         assert pk.backend_for(weight) == "reference: PyTorch convolution"
+
+
+# Shape of the weight, other arguments of `backend_for`, beginning of the reason on a CPU.
+REFUSED = {
+    "groups": ((16, 8, 3, 3), {"padding": 1, "groups": 2}, "groups: .* serves 1, got 2"),
+    "dtype": ((16, 16, 1, 1), {"dtype": torch.float64}, "dtype: .* float16, got float64"),
+    "dilation": ((16, 16, 3, 3), {"padding": 2, "dilation": 2}, r"dilation: .* 1, got \(2, 2\)"),
+    "even kernel": ((16, 16, 2, 2), {}, "conv_weight: .* odd kernels, got 2x2"),
+    "padding": ((16, 16, 3, 3), {}, r"padding: .* serves \(1, 1\), got \(0, 0\)"),
+    "uneven padding": ((16, 16, 2, 2), {"padding": "same"}, "padding: .* sides .*, got 'same'"),
+    "taps": ((16, 16, 9, 9), {"padding": 4}, r"conv_weight: .* up to \d+ taps, got 81"),
+    "channels": ((10, 16, 1, 1), {}, r"conv_weight: .* multiples of \d+, got 16 to 10"),
+}
+
+
+@pytest.mark.skipif(bool(cpu.load_error()), reason="needs the CPU library")
+@pytest.mark.parametrize(("shape", "options", "reason"), REFUSED.values(), ids=REFUSED)
+def test_backend_for_says_why_a_convolution_is_not_fused(shape, options, reason):
+    with pk.use_backend("cpu"):
+        said = pk.backend_for(torch.empty(shape), **options)
+    assert said == "cpu: PyTorch convolution" and type(said.reason) is str
+    assert re.fullmatch(reason, said.reason)
+    assert copy.deepcopy(said).reason == said.reason
+
+
+@every_backend
+def test_a_fused_convolution_and_only_that_has_no_reason(name):
+    with pk.use_backend(name):
+        for shape, options in UNITS.values():
+            said = pk.backend_for(torch.empty(shape, device=device_of(name)), **options)
+            assert said.endswith("fused convolution") == (said.reason == "")
+
+
+@pytest.mark.skipif(bool(cpu.load_error()), reason="needs the CPU library")
+def test_why_a_unit_is_refused_is_remembered_without_its_process_group():
+    class Group:
+        pass
+
+    kernels, group = cpu.kernels(), Group()
+    float32 = [torch.float32] * 4
+    unit = Unit((16, 10, 1, 1), Conv((1, 1), (0, 0), (1, 1), 1), torch.device("cpu"), *float32)
+    kernels._refusals.clear()
+    expected = kernels.refusal(unit)
+    assert kernels.refusal(unit._replace(process_group=group)) == expected != ""
+    assert [*kernels._refusals] == [unit]
+    alive = weakref.ref(group)
+    del group
+    assert alive() is None
+    # Symbolic sizes cannot be keys either.
+    assert kernels.refusal(unit._replace(weight_shape=[16, 10, 1, 1])) == expected
+
+
+def test_the_command_prints_why_convolutions_are_not_fused(monkeypatch):
+    with pk.use_backend("reference"):
+        *_, last = command.served_units(torch.device("cpu"))
+    reason = "backend: the reference has no fused convolution"
+    assert last == f"{[*command.UNITS][-1]} (float32, bfloat16, float16): {reason}"
 
 
 @pytest.mark.parametrize(

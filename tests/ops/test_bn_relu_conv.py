@@ -229,12 +229,15 @@ def test_which_large_weights_the_cpu_fuses(monkeypatch):
     kernels, device = cpu.kernels(), torch.device("cpu")
     for channels, has_amx, threads, shape, dtypes, expected in FUSED:
         monkeypatch.setitem(kernels.__dict__, "_channel_multiple", channels)
+        kernels._refusals.clear()
         monkeypatch.setattr(torch_compat, "has_amx", lambda has_amx=has_amx: has_amx)
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         conv = Conv((1, 1), (shape[2] // 2, shape[3] // 2), (1, 1), 1)
         for dtype in dtypes:
             unit = Unit(shape, conv, device, *[dtype] * 4)
-            assert {p: kernels.serves(unit, p) for p in expected} == expected, (shape, dtype)
+            found = {pixels: not kernels.refusal(unit, pixels) for pixels in expected}
+            assert found == expected, (shape, dtype)
+    kernels._refusals.clear()
 
 
 @pytest.mark.backends("cpu", "triton", "cuda")

@@ -309,7 +309,7 @@ def test_a_backend_is_asked_about_the_pixels_of_each_unit(cpu_backend, monkeypat
     stage, asked = direct_stage("basic")[2:], []
     stage[0].conv1.padding, stage[0].conv2.padding = (2, 2), (0, 0)
     kernels = cpu.kernels()
-    monkeypatch.setattr(kernels, "serves", lambda *a: bool(asked.append(a[-1])) or True)
+    monkeypatch.setattr(kernels, "refusal", lambda *a: asked.append(a[-1]))
     monkeypatch.setattr(kernels, "block_run_forward", None)  # ends it
     with pytest.raises(TypeError):
         stage(torch.randn(3, 16, 7, 6))

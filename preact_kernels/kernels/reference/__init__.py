@@ -25,8 +25,8 @@ class ReferenceKernels(UnitKernels):
     norm_input_gradient = staticmethod(norm_input_gradient)
     running_stats_update = staticmethod(running_stats_update)
 
-    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        return False
+    def _unit_refusal(self, unit: Unit) -> str:
+        return "backend: the reference has no fused convolution"
 
     def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
         y = x + branch

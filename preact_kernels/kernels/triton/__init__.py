@@ -20,12 +20,17 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
-from preact_kernels.kernels.pytorch_conv import UnitKernels
+from preact_kernels.kernels.pytorch_conv import (
+    UnitKernels,
+    mixed_dtypes_refusal,
+    rows_refusal,
+    unserved,
+)
 from preact_kernels.kernels.running_stats import fast_running_stats_update
 from preact_kernels.kernels.triton.batch_norm import aligned_gradient
 from preact_kernels.kernels.triton.block_run import block_run_backward, block_run_forward
 from preact_kernels.kernels.triton.bn_stats import bn_stats
-from preact_kernels.kernels.triton.configurations import is_fused
+from preact_kernels.kernels.triton.configurations import conv_refusal
 from preact_kernels.kernels.triton.conv import precision
 from preact_kernels.kernels.triton.group_stats import group_stats
 from preact_kernels.kernels.triton.launch import aligned
@@ -38,7 +43,6 @@ from preact_kernels.kernels.triton.norm_act_conv_backward import launch_norm_act
 from preact_kernels.kernels.triton.norm_act_conv_forward import launch_norm_act_conv_forward
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = ("relu", "leaky_relu", "identity")  # others are bound by instruction issue
 
 
@@ -55,20 +59,18 @@ class TritonKernels(UnitKernels, BlockKernels):
     block_run_forward = staticmethod(block_run_forward)
     block_run_backward = staticmethod(block_run_backward)
 
-    def serves(self, unit: Unit, pixels: int | None = None) -> bool:
-        """See `Kernels.serves`. The result does not depend on the device or on `pixels`.
+    def _unit_refusal(self, unit: Unit) -> str | None:
+        """See `UnitKernels`. The result does not depend on the device."""
+        if unit.activation.name not in _ACTIVATIONS:
+            return unserved("activation", ", ".join(_ACTIVATIONS), unit.activation.name)
+        if refusal := rows_refusal(unit) or mixed_dtypes_refusal(unit):
+            return refusal
+        if unit.dtype == torch.float32:  # PyTorch may allow TF32, or not
+            return None
+        return conv_refusal(unit.weight_shape, unit.conv.groups, precision(unit.dtype))
 
-        With products in half precision, weights may be float32, and so may one of x and y.
-        """
-        sides = unit.x_dtype, unit.y_dtype
-        return (
-            unit.activation.name in _ACTIVATIONS
-            and not unit.has_rows
-            and unit.dtype in _DTYPES
-            and unit.dtype in sides
-            and {*sides, unit.weight_dtype} <= {unit.dtype, torch.float32}
-            and is_fused(unit.weight_shape, unit.conv.groups, precision(unit.dtype))
-        )
+    def _call_refusal(self, unit: Unit, pixels: int | None) -> str:
+        return conv_refusal(unit.weight_shape, unit.conv.groups, precision(unit.dtype))
 
     def _fused_forward(self, unit: Unit, inputs: Inputs, epilogue: Epilogue) -> Output:
         inputs = inputs._replace(x=aligned(inputs.x))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import triton
 
 from preact_kernels.kernels.contract import Unit
+from preact_kernels.kernels.pytorch_conv import unserved
 
 # Generations of GPUs, by their first compute capability.
 AMPERE, HOPPER, BLACKWELL = GENERATIONS = 80, 90, 100
@@ -124,8 +125,8 @@ def elementwise(channels: int, is_small: bool = False) -> ElementwiseTiles:
     return ElementwiseTiles(elements // tile_channels, tile_channels, 8)
 
 
-def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> bool:
-    """Whether a convolution runs in a fused kernel; else PyTorch's convolution runs.
+def conv_refusal(conv_weight_shape: Sequence[int], groups: int, precision: str) -> str:
+    """Why PyTorch's convolution runs, or an empty string if a fused kernel does.
 
     Args:
         conv_weight_shape: `[K, C / groups, R, S]`.
@@ -136,9 +137,17 @@ def is_fused(conv_weight_shape: Sequence[int], groups: int, precision: str) -> b
     out_channels, channels, kernel_h, kernel_w = conv_weight_shape
     taps = kernel_h * kernel_w
     max_channels = MAX_CHANNELS_1X1 if taps == 1 else MAX_CHANNELS_3X3
+    if groups != 1:
+        return unserved("groups", 1, groups)
+    if taps > MAX_TAPS:
+        return unserved("conv_weight", f"up to {MAX_TAPS} taps", taps)
+    given = f"{channels} to {out_channels}"
+    if max(channels, out_channels) > max_channels:
+        return unserved("conv_weight", f"up to {max_channels} channels", given)
     if precision == "ieee" and channels * out_channels > MAX_IEEE_PRODUCTS:
-        return False
-    return groups == 1 and taps <= MAX_TAPS and max(channels, out_channels) <= max_channels
+        served = f"up to {MAX_IEEE_PRODUCTS} pairs of channels in float32 without TF32"
+        return unserved("conv_weight", served, given)
+    return ""
 
 
 @functools.lru_cache(maxsize=1024)
