@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -123,7 +124,10 @@ BACKENDS = (
 )
 
 _by_name = {backend.name: backend for backend in BACKENDS}
-_current = "auto"
+_default = "auto"  # of `set_backend`
+# Of `use_backend`; None: the default. A new thread begins with None, an asyncio task with the value
+# of the code that created it.
+_in_context: ContextVar[str | None] = ContextVar("preact_kernels_backend", default=None)
 
 
 def available_backends() -> tuple[str, ...]:
@@ -151,6 +155,8 @@ def _validated(name: str) -> str:
 def set_backend(name: str) -> None:
     """Selects the backend of all following calls; `"auto"` selects the fastest for each call.
 
+    The selection holds in all threads. Inside of `use_backend` it holds until the end of the block.
+
     Args:
         name: one of `available_backends()`, or `"auto"`.
 
@@ -158,15 +164,23 @@ def set_backend(name: str) -> None:
         ValueError: no backend has that name.
         BackendError: the backend cannot run on this machine.
     """
-    global _current
-    _current = _validated(name)
+    global _default
+    name = _validated(name)
+    # Dynamo traces no context variables.
+    if torch.compiler.is_compiling() or _in_context.get() is None:
+        _default = name
+    else:
+        _in_context.set(name)
 
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Context manager that selects the backend of all calls inside.
 
-    The backward of a call runs on the backend that ran its forward.
+    The backward of a call runs on the backend that ran its forward. Other threads and asyncio tasks
+    that run at the same time keep theirs; a task that is created inside begins with this backend, a
+    thread with the backend of `set_backend`. Inside of a compiled function this has no effect: use
+    it around the call.
 
     Args:
         name: one of `available_backends()`, or `"auto"`.
@@ -175,12 +189,16 @@ def use_backend(name: str) -> Iterator[None]:
         ValueError: no backend has that name.
         BackendError: the backend cannot run on this machine.
     """
-    global _current
-    previous, _current = _current, _validated(name)
+    name = _validated(name)
+    if torch.compiler.is_compiling():
+        yield
+        return
+    previous = _in_context.get()
+    _in_context.set(name)
     try:
         yield
     finally:
-        _current = previous
+        _in_context.set(previous)  # not by a token: a generator may end in another context
 
 
 def _refusal(
@@ -264,7 +282,7 @@ def select(name: str, device_type: str, dtype: torch.dtype) -> Kernels:
 def experimental_backend(device_type: str, dtype: torch.dtype) -> str:
     """The name of the backend for a device and a dtype if it is experimental, or ""."""
     try:
-        backend = _serving(_current, device_type, dtype)
+        backend = _serving(current(), device_type, dtype)
     except BackendError:
         return ""
     return backend.name if backend.is_experimental else ""
@@ -274,10 +292,11 @@ def _traced_refusal(unit: Unit, pixels: int | None) -> str:
     """`Kernels.refusal` of the backend that will run a traced op."""
     if unit.device.type == "meta":
         return schema.FAKES.refusal(unit, pixels)
-    return select(_current, unit.device.type, unit.dtype).refusal(unit, pixels)
+    return select(current(), unit.device.type, unit.dtype).refusal(unit, pixels)
 
 
 _registered = schema.RegisteredKernels(_traced_refusal)
+_TRACED = (FakeTensor, FunctionalTensor)
 
 
 def kernels_for(x: Tensor) -> Kernels:
@@ -286,11 +305,11 @@ def kernels_for(x: Tensor) -> Kernels:
     Raises:
         BackendError: the selected backend cannot serve the device or the dtype.
     """
-    if torch.compiler.is_compiling() or isinstance(x, FakeTensor | FunctionalTensor) or x.is_meta:
+    if torch.compiler.is_compiling() or isinstance(x, _TRACED) or x.is_meta:
         return _registered
     if x.numel() == 0:  # a process of a group may have no samples
         return reference.kernels()
-    return select(_current, x.device.type, x.dtype)
+    return select(_in_context.get() or _default, x.device.type, x.dtype)
 
 
 schema.register(kernels_for)
@@ -356,7 +375,7 @@ def backend_for(
     if dtype not in checks.FLOATS:
         names = ", ".join(map(checks.dtype_name, checks.FLOATS))
         raise TypeError(f"dtype: expected {names} or None, got {dtype!r}")
-    backend = _serving(_current, device.type, dtype, ("device", "dtype"))
+    backend = _serving(current(), device.type, dtype, ("device", "dtype"))
     if conv is None:
         reason = (
             "padding: the fused convolution serves as many pixels on both sides of an axis, "
@@ -379,7 +398,7 @@ def backend_for(
 
 def current() -> str:
     """The selected backend: "auto" or a name."""
-    return _current
+    return _in_context.get() or _default
 
 
 def _from_environment() -> None:

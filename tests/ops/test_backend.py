@@ -1,7 +1,10 @@
 """Backends are chosen by name, and a named one is never replaced in silence."""
 
+import asyncio
+import concurrent.futures
 import copy
 import re
+import threading
 import warnings
 import weakref
 
@@ -184,6 +187,90 @@ def test_contexts_nest_and_end_with_an_exception():
         assert backends.current() == "reference"
         raise KeyError
     assert backends.current() == "auto"
+
+
+def current_in_a_thread():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(backends.current).result()
+
+
+def test_a_context_does_not_change_the_backend_of_other_threads():
+    with pk.use_backend("reference"):
+        assert current_in_a_thread() == "auto"
+    entered, left = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
+
+    def beside():
+        with pk.use_backend("reference"):
+            entered.wait()
+            left.wait()
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    entered.wait()
+    assert backends.current() == "auto"
+    left.wait()
+    thread.join()
+
+
+def test_what_is_set_holds_in_all_threads_or_to_the_end_of_a_context():
+    with pk.use_backend("auto"):
+        pk.set_backend("reference")
+        assert (backends.current(), current_in_a_thread()) == ("reference", "auto")
+    assert backends.current() == "auto"
+    pk.set_backend("reference")
+    assert (backends.current(), current_in_a_thread()) == ("reference", "reference")
+    with pk.use_backend("auto"):
+        assert (backends.current(), current_in_a_thread()) == ("auto", "reference")
+
+
+def test_tasks_have_the_backend_of_their_own_contexts():
+    async def task(name, entered, other_entered):
+        before = backends.current()
+        with pk.use_backend(name):
+            entered.set()
+            await other_entered.wait()
+            return before, backends.current()
+
+    async def run():
+        events = asyncio.Event(), asyncio.Event()
+        with pk.use_backend("reference"):
+            first = asyncio.create_task(task("auto", *events))
+        second = asyncio.create_task(task("reference", *events[::-1]))
+        found = await asyncio.wait_for(asyncio.gather(first, second), 60)
+        return *found, backends.current()
+
+    assert asyncio.run(run()) == (("reference", "auto"), ("auto", "reference"), "auto")
+
+
+def test_a_generator_may_leave_a_context_in_another_thread():
+    def generator():
+        with pk.use_backend("reference"):
+            yield backends.current()
+
+    values = generator()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(next, values).result() == "reference"
+    values.close()
+    assert backends.current() == "auto"
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_compiled_call_runs_on_the_backend_of_its_context(is_inside, monkeypatch):
+    def function(x):
+        if not is_inside:
+            return pk.bn_relu(x, None, None, training=True)
+        with pk.use_backend("reference"):
+            return pk.bn_relu(x, None, None, training=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    ran = record_calls(monkeypatch, "norm_act_forward")
+    x = torch.randn(2, 4, 3, 3)
+    for name in pk.available_backends():
+        if device_of(name) == "cpu":
+            with pk.use_backend(name):
+                compiled(x)
+    # A context inside of a compiled function has ended when the graph runs.
+    assert ran == [name for name in pk.available_backends() if device_of(name) == "cpu"]
 
 
 def test_a_backward_runs_on_the_backend_of_its_forward(monkeypatch):
