@@ -19,6 +19,7 @@ import torch
 from preact_kernels import __version__
 from preact_kernels.accuracy.check import check_backend, columns_of
 from preact_kernels.kernels import cpu
+from preact_kernels.kernels.contract import HALVES
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.checks import dtype_name
 
@@ -73,7 +74,7 @@ def devices() -> list[str]:
 
 def served_units(device: torch.device) -> list[str]:
     """A table of the backends that run `UNITS` on a device, by dtype, and why PyTorch runs some."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes = (torch.float32, *HALVES)
     names = list(map(dtype_name, dtypes))
     rows: dict[str, Sequence[str]] = {f"BN-ReLU-Conv on {device.type}": names}
     reasons: dict[tuple[str, str], list[str]] = {}  # dtypes by unit and reason

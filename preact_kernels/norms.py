@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from preact_kernels import torch_compat
 from preact_kernels.attributes import attributes
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import Kernels, Statistics, samples_of
+from preact_kernels.kernels.contract import HALVES, Kernels, Statistics, samples_of
 from preact_kernels.ops import checks
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.plain_operators import (
@@ -32,7 +32,6 @@ from preact_kernels.ops.statistics import (
 )
 from preact_kernels.torch_compat import is_distributed, is_transformed
 
-HALVES = (torch.bfloat16, torch.float16)
 _ANY_DIMENSIONS = (2, 3, 4, 5)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from preact_kernels.activations import ACTIVATIONS
+from preact_kernels.kernels.contract import HALVES
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.modules.norm_act import NormAct
 from preact_kernels.modules.norm_act_conv import NormActConv
@@ -17,7 +18,6 @@ from preact_kernels.ops import dispatch
 from preact_kernels.ops.checks import dtype_name
 from preact_kernels.ops.residual_add import residual_add
 
-HALF = (torch.bfloat16, torch.float16)
 BLOCKS: dict[str, Any] = {"basic": PreActBasicBlock, "bottleneck": PreActBottleneck}
 
 
@@ -34,7 +34,7 @@ class Column(NamedTuple):
     @property
     def is_coarse(self) -> bool:
         """Whether rounding errors of products change the signs of many ReLU inputs."""
-        return self.tf32 or self.dtype in HALF
+        return self.tf32 or self.dtype in HALVES
 
     @property
     def is_slow(self) -> bool:
@@ -270,7 +270,7 @@ def _many_pixels(column: Column) -> list[Case]:
 
 
 def _float32_streams(column: Column) -> list[Case]:
-    modes = ("store", "rebuild") if column.dtype in HALF else ()
+    modes = ("store", "rebuild") if column.dtype in HALVES else ()
     return [
         _stage(column, "bottleneck", 16, count=3, memory=memory, residual_dtype=torch.float32)
         for memory in modes
@@ -330,6 +330,6 @@ KINDS: dict[str, Callable[[Column], list[Case]]] = {
     ),
     "checkpoints": _stages(16, kind="bottleneck", count=3, memory="checkpoint", segments=2),
     "float32 residual stream": _float32_streams,
-    "autocast": lambda column: [_under_autocast(column)] if column.dtype in HALF else [],
+    "autocast": lambda column: [_under_autocast(column)] if column.dtype in HALVES else [],
 }
 """By kind, a function that returns the cases for a column of the table."""

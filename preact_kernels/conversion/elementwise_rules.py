@@ -36,6 +36,7 @@ from preact_kernels.conversion.registry import (
     pixels,
     rule,
 )
+from preact_kernels.kernels.contract import HALVES
 from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.dropout import drawn
 
@@ -69,7 +70,7 @@ for _function in CALLS:
 def _is_widened(region: Recording, node: Node) -> bool:
     """Whether autocast on CUDA computes some activations of `node` in float32."""
     context = region.context_for(node.context.device)
-    is_half = node.dtype in (torch.bfloat16, torch.float16)
+    is_half = node.dtype in HALVES
     is_cuda = node.context.device.type == "cuda"
     return is_half and is_cuda and context is not None and context.autocast_dtype is not None
 

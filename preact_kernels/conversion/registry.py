@@ -10,12 +10,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.deferred import Deferred, Recording
 from preact_kernels.conversion.functions import METADATA_FUNCTIONS
+from preact_kernels.kernels.layout import CHANNELS_LAST
 
 METADATA = "metadata"  # replaces the rule of a function that reads no values
 
@@ -23,8 +23,6 @@ METADATA = "metadata"  # replaces the rule of a function that reads no values
 FIRST: set[Callable] = set()
 
 RULES: dict[Callable, Any] = dict.fromkeys(METADATA_FUNCTIONS, METADATA)
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def rule(*functions: Callable, arguments: Callable) -> Callable:
@@ -99,7 +97,7 @@ def image_format(region: Recording, t: Tensor) -> bool | None:
     if shape[1] > 1 and pixels(shape) > 1:
         if t.is_contiguous():
             return False
-        if len(shape) > 3 and t.is_contiguous(memory_format=_CHANNELS_LAST[len(shape)]):
+        if len(shape) > 3 and t.is_contiguous(memory_format=CHANNELS_LAST[len(shape)]):
             return True
     # Also accepts the strides of a slice of the channels of a contiguous tensor.
     expected = 1

@@ -32,19 +32,17 @@ from preact_kernels.activations import RELU, Activation
 from preact_kernels.kernels.dropout import Mask, dropout, dropout_bits
 from preact_kernels.kernels.layout import nchw, nhwc
 
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *HALVES, torch.float64)
+
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of means, variances and sums of activations in `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def pixels_of(x: Tensor) -> int:
-    """Samples of each channel of `x [N, C, ...]`: its pixels over the batch."""
-    return samples_of(x.shape)
-
-
 def samples_of(shape: Sequence[int]) -> int:
-    """Samples of each channel of a tensor of shape `[N, C, ...]`."""
+    """Samples of each channel of a tensor of shape `[N, C, ...]`: its pixels over the batch."""
     count = shape[0]
     for size in shape[2:]:
         count = count * size
@@ -131,6 +129,10 @@ class Norm(NamedTuple):
         """Whether a tensor has a row for each image."""
         mean, _, weight, bias, *_ = self
         return mean.dim() == 2 or weight.dim() == 2 or (bias is not None and bias.dim() == 2)
+
+    def sums_shape(self, x: Tensor) -> tuple[int, ...]:
+        """The shape of `sums`."""
+        return (2, *(x.shape[:1] if self.has_rows else ()), x.shape[1])
 
 
 class AffineStep(NamedTuple):

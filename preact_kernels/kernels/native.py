@@ -31,7 +31,7 @@ from preact_kernels.kernels.contract import (
     Statistics,
     Unit,
     Wanted,
-    pixels_of,
+    samples_of,
 )
 from preact_kernels.kernels.pytorch_conv import UnitKernels
 
@@ -179,7 +179,7 @@ class NativeKernels(FlatOps, BlockKernels):
                 kept_blocks.append(block)
         # x = y - F(z), where F is the last unit: negating its weight negates F(z).
         negated = torch_compat.foreach_neg(last) if last else ()
-        inv_count = 1.0 / pixels_of(dy.g) if run.units[0].uses_batch else 0.0
+        inv_count = 1.0 / samples_of(dy.g.shape) if run.units[0].uses_batch else 0.0
         kept = [t for t in inputs if t is not None]
         op = self._run_backward(run, dy, kept)
         given = *flat_gradient(dy), *_flat_run(run, statistics)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from preact_kernels.kernels.contract import HALVES
 from preact_kernels.modules.hooks import has_hooks
-from preact_kernels.norms import HALVES
 from preact_kernels.ops.plain_operators import has_mixed_dtypes, has_served_parameters
 from preact_kernels.torch_compat import is_transformed
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from preact_kernels.attributes import attributes
+from preact_kernels.kernels.contract import HALVES
 from preact_kernels.modules.hooks import has_hooks
-from preact_kernels.norms import HALVES
 from preact_kernels.ops.arguments import ConvArguments, convolve
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.plain_operators import has_served_parameters

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Conv, dtype_name, samples_of
+from preact_kernels.kernels.contract import FLOATS, HALVES, Conv, dtype_name, samples_of
 from preact_kernels.kernels.layout import check_storage, readable_bytes
-
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_metadata(name: str, value: Any) -> None:
@@ -64,7 +62,7 @@ def check_like(name: str, value: Any, like_name: str, like: Tensor) -> None:
 def check_parameter_dtype(name: str, value: Tensor, x_dtype: torch.dtype) -> None:
     """Checks for the dtype of x, or float32 if x is in half precision."""
     allowed = [x_dtype]
-    if x_dtype in (torch.bfloat16, torch.float16):
+    if x_dtype in HALVES:
         allowed.append(torch.float32)
     if value.dtype not in allowed:
         expected = " or ".join(dtype_name(d) for d in allowed)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels import cpu, cuda, reference
-from preact_kernels.kernels.contract import Kernels, Unit
+from preact_kernels.kernels.contract import FLOATS, HALVES, Kernels, Unit
 from preact_kernels.ops import checks, schema
 from preact_kernels.torch_compat import FakeTensor, FunctionalTensor
 
@@ -67,8 +67,7 @@ def _triton_kernels() -> Kernels:
     return triton.kernels()
 
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
+_SINGLE_AND_HALF = (torch.float32, *HALVES)
 _TRITON_DEVICE = "cpu" if _IS_TRITON_INTERPRETED else "cuda"
 
 # The backend that "auto" prefers on a GPU, by compute capability; others use the entry of the next
@@ -99,7 +98,7 @@ def _prefers_triton() -> bool:
 
 # In order of preference: "auto" selects the first that is available and serves the call.
 BACKENDS = (
-    Backend("cpu", cpu.kernels, ("cpu",), _FLOATS, cpu.load_error, library_error=cpu.load_error),
+    Backend("cpu", cpu.kernels, ("cpu",), FLOATS, cpu.load_error, library_error=cpu.load_error),
     Backend(
         "cuda",
         cuda.kernels,
@@ -120,7 +119,7 @@ BACKENDS = (
         only_by_name=_IS_TRITON_INTERPRETED,
         is_experimental=not _IS_TRITON_INTERPRETED,
     ),
-    Backend("reference", reference.kernels, (), _FLOATS, lambda: ""),
+    Backend("reference", reference.kernels, (), FLOATS, lambda: ""),
 )
 
 _by_name = {backend.name: backend for backend in BACKENDS}
@@ -372,8 +371,8 @@ def backend_for(
     except (RuntimeError, TypeError):
         raise ValueError(f"device: expected a device, got {device!r}") from None
     dtype = conv_weight.dtype if dtype is None else dtype
-    if dtype not in checks.FLOATS:
-        names = ", ".join(map(checks.dtype_name, checks.FLOATS))
+    if dtype not in FLOATS:
+        names = ", ".join(map(checks.dtype_name, FLOATS))
         raise TypeError(f"dtype: expected {names} or None, got {dtype!r}")
     backend = _serving(current(), device.type, dtype, ("device", "dtype"))
     if conv is None:

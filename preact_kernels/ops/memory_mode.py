@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from preact_kernels.kernels.contract import HALVES
 from preact_kernels.ops.block_arguments import Block
 
 MEMORY_MODES = ("store", "rebuild", "checkpoint")
@@ -64,7 +65,7 @@ class MemoryMode(NamedTuple):
         count = len(can_rebuild)
         if self.name == "store":
             return [True] * count
-        is_half = dtype in (torch.bfloat16, torch.float16)
+        is_half = dtype in HALVES
         every = self.anchor_every or (_HALF_PRECISION_ANCHORS if is_half else count)
         keeps, rebuilt = [], 0
         for index in reversed(range(count)):

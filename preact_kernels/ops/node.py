@@ -146,7 +146,7 @@ def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[boo
         if unit.uses_batch or needs_sums:
             _, sums = kernels.norm_act_backward(g, image, norm, False)
         elif needs_x:  # mean and variance are constants: dx does not need the sums
-            sums = zero_sums(image, norm)
+            sums = norm.mean.new_zeros(norm.sums_shape(image))
     else:
         dy = layout.nhwc(dy.unsqueeze(2) if call.dims == 3 else dy)
         wanted = Wanted(needs_x or needs_sums, needs_conv)
@@ -193,12 +193,6 @@ def parameter_gradients(
             total = total.sum(0)
         found.append(total if is_needed else None)
     return found[0], found[1]
-
-
-def zero_sums(x: Tensor, norm: Norm) -> Tensor:
-    """Zeros in the shape of `Gradients.sums`."""
-    rows = x.shape[:1] if norm.has_rows else ()
-    return norm.mean.new_zeros((2, *rows, x.shape[1]))
 
 
 def norm_act_of(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from preact_kernels.kernels.contract import HALVES
 from preact_kernels.torch_compat import (
     FakeTensor,
     FunctionalTensor,
@@ -38,9 +39,7 @@ def has_mixed_dtypes(x: Tensor, *parameters: Tensor | None) -> bool:
     Under transforms, such a norm gives float32 results or tangents, or an error in PyTorch, and so
     must run in float32.
     """
-    return x.dtype in (torch.bfloat16, torch.float16) and any(
-        t is not None and t.dtype == torch.float32 for t in parameters
-    )
+    return x.dtype in HALVES and any(t is not None and t.dtype == torch.float32 for t in parameters)
 
 
 def needs_float32_group_norm(x: Tensor, *parameters: Tensor | None) -> bool:

@@ -196,8 +196,7 @@ def _nhwc_like(x: Tensor) -> Tensor:
 
 
 def _sums_like(x: Tensor, norm: Norm) -> Tensor:
-    rows = x.shape[:1] if norm.has_rows else ()
-    return x.new_empty((2, *rows, x.shape[1]), dtype=statistics_dtype(x.dtype))
+    return x.new_empty(norm.sums_shape(x), dtype=statistics_dtype(x.dtype))
 
 
 def _statistics_like(x: Tensor, *rows: int) -> Statistics:

@@ -12,7 +12,6 @@ from preact_kernels.kernels.contract import (
     Kernels,
     Norm,
     Statistics,
-    pixels_of,
     samples_of,
     statistics_dtype,
 )
@@ -65,7 +64,7 @@ def batch_statistics(
     statistics = known or kernels.bn_stats(x)
     if process_group is None:
         return statistics, None
-    return _over_group(statistics, pixels_of(x), process_group)
+    return _over_group(statistics, samples_of(x.shape), process_group)
 
 
 def _over_group(local: Statistics, count: int, process_group) -> tuple[Statistics, float]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import preact_kernels as pk
 from preact_kernels.kernels import cpu
-from preact_kernels.kernels.contract import pixels_of
+from preact_kernels.kernels.contract import samples_of
 from tests.cases import in_dtype, random_block
 from tests.oracle import (
     Results,
@@ -162,7 +162,7 @@ def pixels_of_norms(plain: nn.Module, x: Tensor) -> dict[str, int]:
     for name, child in plain.named_modules():
         if isinstance(child, nn.BatchNorm2d):
             child.register_forward_pre_hook(
-                lambda _, args, name=name: found.update({name: pixels_of(args[0])})
+                lambda _, args, name=name: found.update({name: samples_of(args[0].shape)})
             )
     plain(x.float())
     return found

@@ -25,7 +25,7 @@ from preact_kernels.kernels.contract import (
     Parameters,
     RunWanted,
     Statistics,
-    pixels_of,
+    samples_of,
 )
 from preact_kernels.kernels.triton.batch_norm import aligned_gradient, kernel_gradient
 from preact_kernels.kernels.triton.bn_stats import bn_stats
@@ -115,7 +115,7 @@ def _backward(
         weights = torch_compat.foreach_neg([units[-1].packed[block] for block in rebuilt])
         negated = dict(zip(rebuilt, weights, strict=True))
     norms = run_norms(run, cast(Sequence[Statistics], run.statistics))
-    inv_count = 1 / pixels_of(x) if run.units[0].uses_batch else 0.0
+    inv_count = 1 / samples_of(x.shape) if run.units[0].uses_batch else 0.0
     kept = [None if t is None else aligned(t) for t in inputs]
     weight_gradients = [
         RunWeightGradients(unit, blocks, x, is_x_rebuilt=index == 0 and bool(rebuilt))
