@@ -1,4 +1,4 @@
-"""Fast access to attributes of a child module: `nn.Module.__getattr__` is slow."""
+"""Fast access to tensors of a child module: `nn.Module.__getattr__` is slow."""
 
 from typing import Any
 
@@ -6,20 +6,21 @@ import torch
 from torch import nn
 
 
-def attributes(module: nn.Module, *names: str) -> list[Any]:
-    """`getattr` for several parameters, buffers or other attributes except properties."""
-    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 does not trace a module's __dict__
-        return [getattr(module, name) for name in names]
-    own = module.__dict__
-    parameters, buffers = own["_parameters"], own["_buffers"]
-    found: list[Any] = []
-    for name in names:
-        if name in own:
-            found.append(own[name])
-        elif name in parameters:
-            found.append(parameters[name])
-        elif name in buffers:
-            found.append(buffers[name])
-        else:
-            found.append(getattr(module, name))
-    return found
+def tensors(
+    module: nn.Module, parameters: tuple[str, ...], buffers: tuple[str, ...] = ()
+) -> list[Any]:
+    """`getattr` for parameters, then for buffers. Each may also be a plain attribute."""
+    if not torch.compiler.is_compiling():  # Dynamo of torch 2.11 does not trace `__dict__`
+        own = module.__dict__
+        found: list[Any] = []
+        try:
+            registered = own["_parameters"]
+            for name in parameters:
+                found.append(own[name] if name in own else registered[name])
+            registered = own["_buffers"]
+            for name in buffers:
+                found.append(own[name] if name in own else registered[name])
+            return found
+        except KeyError:  # raise the error of `getattr`, or find it elsewhere
+            pass
+    return [getattr(module, name) for name in (*parameters, *buffers)]

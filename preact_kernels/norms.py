@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels import torch_compat
-from preact_kernels.attributes import attributes
+from preact_kernels.attributes import tensors
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import HALVES, Kernels, Statistics, samples_of
 from preact_kernels.ops import checks
@@ -33,6 +33,7 @@ from preact_kernels.ops.statistics import (
 from preact_kernels.torch_compat import is_distributed, is_transformed
 
 _ANY_DIMENSIONS = (2, 3, 4, 5)
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Arguments(NamedTuple):
@@ -261,15 +262,12 @@ class BatchNorm(NormArguments):
     @classmethod
     def of_module(cls, module: Any, x: Any = None, upcasts: bool = False) -> "BatchNorm":
         """See `NormArguments`; `upcasts` casts half-precision parameters and buffers to float32."""
-        weight, bias, mean, var, in_training, tracks, momentum, eps = attributes(
-            module,
-            *("weight", "bias", "running_mean", "running_var"),
-            *("training", "track_running_stats", "momentum", "eps"),
-        )
-        training = in_training or mean is None
-        is_tracked = in_training and tracks
-        batch_count = attributes(module, "num_batches_tracked")[0] if is_tracked else None
-        momentum = momentum if is_tracked else 0.0
+        is_tracked = module.training and module.track_running_stats
+        buffers = _BUFFERS if is_tracked else _BUFFERS[:2]
+        weight, bias, mean, var, *counts = tensors(module, ("weight", "bias"), buffers)
+        training = module.training or mean is None
+        batch_count = counts[0] if counts else None
+        momentum = module.momentum if is_tracked else 0.0
         if momentum is None and batch_count is None:  # PyTorch leaves the running statistics
             momentum = 0.0
         if training and not is_tracked:
@@ -279,7 +277,7 @@ class BatchNorm(NormArguments):
             if not training:
                 mean, var = _upcast(mean), _upcast(var)
         group = process_group(module) if type(module) is nn.SyncBatchNorm else None
-        rest = training, momentum, eps, group, batch_count, upcasts
+        rest = training, momentum, module.eps, group, batch_count, upcasts
         return BatchNorm(weight, bias, mean, var, *rest)
 
     def check_training(self, shape: Sequence[int]) -> None:

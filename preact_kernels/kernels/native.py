@@ -148,12 +148,10 @@ class NativeKernels(FlatOps, BlockKernels):
         if len(given) < count:
             given = list(map(Statistics, rest[:count], rest[count : 2 * count]))
             del rest[: 2 * count]
-        kept, per_block = iter(rest), len(run.units)
+        kept, others = iter(rest), [wanted.unit_inputs] * (len(run.units) - 1)
         inputs: list[Tensor | None] = []
-        for index in range(count):
-            block, unit = divmod(index, per_block)
-            is_kept = wanted.unit_inputs if unit else wanted.block_inputs[block]
-            inputs.append(next(kept) if is_kept else None)
+        for keeps_input in wanted.block_inputs:
+            inputs += [next(kept) if keeps else None for keeps in (keeps_input, *others)]
         statistics = Statistics(mean, var) if wanted.statistics else None
         return BlockRunOutput(y, statistics, given, inputs)
 

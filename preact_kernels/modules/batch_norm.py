@@ -15,6 +15,10 @@ from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.ops.plain_operators import has_mixed_dtypes, has_served_parameters
 from preact_kernels.torch_compat import is_transformed
 
+_METHODS = (  # of PyTorch's norms, called by their forwards
+    *("_check_input_dim", "_check_non_zero_input_channels"),
+    *("_apply_instance_norm", "_get_no_batch_dim", "_handle_no_batch_input"),
+)
 BATCH_NORMS_OF_IMAGES = (nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
@@ -25,9 +29,14 @@ def is_bare_norm(norm: nn.Module, types: Container[type] = BATCH_NORMS_OF_IMAGES
         norm: the child.
         types: supported classes; subclasses are not.
     """
-    if type(norm) not in types or has_hooks(norm) or not has_served_parameters(norm):
+    if type(norm) not in types or has_hooks(norm, _METHODS) or not has_served_parameters(norm):
         return False
-    mean, var = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
+    own = norm.__dict__
+    if "running_mean" in own or "running_var" in own:
+        mean, var = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
+    else:  # faster
+        buffers = own["_buffers"]
+        mean, var = buffers.get("running_mean"), buffers.get("running_var")
     return (mean is None) == (var is None)
 
 

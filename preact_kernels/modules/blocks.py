@@ -33,10 +33,9 @@ class PreActBlock(nn.Module):
 
     def units(self) -> list[tuple[nn.BatchNorm2d, nn.Conv2d]]:
         """The pairs of batch norm and convolution, in order."""
-        children, units = cast(dict[str, Any], self._modules), []
-        for i in range(1, self.unit_count + 1):
-            units.append((children[f"bn{i}"], children[f"conv{i}"]))
-        return units
+        children: Any = self._modules
+        names = range(1, self.unit_count + 1)
+        return [(children[f"bn{i}"], children[f"conv{i}"]) for i in names]
 
     def projection(self) -> nn.Conv2d | None:
         """The convolution of the shortcut; None if the shortcut is the input."""
@@ -118,23 +117,19 @@ def fused_blocks(
             x = blocks.pop(0).plain_forward(x)
         if not blocks:
             return x
-    arguments: list[BlockArguments] = []
-    norms: list[nn.Module] = []
-    for block in blocks:
-        arguments.append(_arguments(block, dtype != x.dtype, norms))
+    norms = [bn for block in blocks for bn, _ in block.units()]
     if x.numel() == 0 and not any(map(process_group, norms)):
         for block in blocks:
             x = block.plain_forward(x)
         return x
+    arguments = (_arguments(block, dtype != x.dtype) for block in blocks)
     repeats_norms = len(set(norms)) < len(norms)
     return preact_stage(arguments, x, dtype, memory, repeats_norms, record)
 
 
-def _arguments(block: PreActBlock, upcasts: bool, norms: list[nn.Module]) -> BlockArguments:
-    """The arguments of a block; adds its batch norms to `norms`."""
+def _arguments(block: PreActBlock, upcasts: bool) -> BlockArguments:
     units = []
     for bn, conv in block.units():
-        norms.append(bn)
         units.append((BatchNorm.of_module(bn, upcasts=upcasts), conv_arguments(conv)))
     projection = block.projection()
     shortcut = None if projection is None else conv_arguments(projection)

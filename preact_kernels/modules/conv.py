@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.attributes import attributes
+from preact_kernels.attributes import tensors
 from preact_kernels.kernels.contract import HALVES
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.ops.arguments import ConvArguments, convolve
@@ -26,7 +26,7 @@ def is_bare_conv(conv: nn.Module, types: tuple[type, ...] = (nn.Conv2d,)) -> boo
     return (
         type(conv) in types
         and conv.padding_mode == "zeros"
-        and not has_hooks(conv)
+        and not has_hooks(conv, ("_conv_forward",))
         and has_served_parameters(conv)
     )
 
@@ -37,23 +37,28 @@ def is_stage_conv(conv: Any) -> bool:
     The convolution must have no bias, and stride, padding and dilation must be pairs of ints. Other
     convolutions are called, so that PyTorch runs them or raises its error.
     """
+    own = conv.__dict__
     if not is_bare_conv(conv):
         return False
-    names = "bias", "stride", "padding", "dilation", "groups"
-    bias, stride, padding, dilation, groups = attributes(conv, *names)
-    return (
-        bias is None
-        and type(stride) is type(padding) is type(dilation) is tuple
+    bias = own["bias"] if "bias" in own else own["_parameters"].get("bias")
+    if bias is not None or type(conv.groups) is not int:
+        return False
+    stride, padding, dilation = conv.stride, conv.padding, conv.dilation
+    if not (
+        type(stride) is type(padding) is type(dilation) is tuple
         and len(stride) == len(padding) == len(dilation) == 2
-        and set(map(type, (*stride, *padding, *dilation, groups))) == {int}
-        and min(stride + dilation) > 0 <= min(padding)
-    )
+    ):
+        return False
+    for number in (*stride, *padding, *dilation):
+        if type(number) is not int or number < 0:
+            return False
+    return 0 not in stride and 0 not in dilation
 
 
 def conv_arguments(conv: Any) -> ConvArguments:
     """The arguments of a convolution, as calling the child would use them."""
-    names = "weight", "bias", "stride", "padding", "dilation", "groups"
-    return ConvArguments(*attributes(conv, *names))
+    weight, bias = tensors(conv, ("weight", "bias"))
+    return ConvArguments(weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 def plain_conv(conv: Any, x: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def is_fusable(block: nn.Module) -> bool:
         and kind.__call__ is nn.Module.__call__
         and kind._call_impl is nn.Module._call_impl
         and block.is_fusable()
-        and not has_hooks(block)
+        and not has_hooks(block, ("units", "projection", "is_fusable", "plain_forward"))
     )
 
 

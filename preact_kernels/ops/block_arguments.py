@@ -1,13 +1,14 @@
 """The arguments of residual blocks, their checks, and conversion to `Block`s."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Conv, Unit
-from preact_kernels.kernels.layout import check_storage, readable_bytes
+from preact_kernels.kernels.contract import Conv, Unit, statistics_dtype
+from preact_kernels.kernels.layout import check_storage, is_channels_last, readable_bytes
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
 from preact_kernels.ops.arguments import ConvArguments
@@ -28,15 +29,6 @@ class BlockArguments(NamedTuple):
         if self.projection is not None:
             weights.append(self.projection.weight)
         return weights
-
-    def first_recorded_unit(self) -> int | None:
-        """Index of the first unit that autograd records if the input requires no gradient."""
-        if self.projection is not None and self.projection.weight.requires_grad:
-            return 0
-        for unit, (bn, conv) in enumerate(self.units):
-            if any(t is not None and t.requires_grad for t in (bn.weight, bn.bias, conv.weight)):
-                return unit
-        return None
 
 
 class Block(NamedTuple):
@@ -67,17 +59,28 @@ class StageContext(NamedTuple):
 
 
 class CheckedBlock(NamedTuple):
-    """A block, and its `Block.shapes`."""
+    """What follows from the properties of a block's arguments and of its input."""
 
     block: Block
-    shapes: list[Sequence[int]]
+    shapes: list[Sequence[int]]  # see `Block.shapes`
+    channels_last: bool  # whether a weight is channels_last
+    has_other_dtype: bool  # whether a weight has another dtype than the products
+    has_plain_norms: bool  # whether `BatchNorm.affine` returns all weights and biases as they are
+    key: tuple | None = None  # the properties; None if they cannot be compared
 
 
 _passed = checks.Passed()
 
 
-def first_recorded(blocks: Sequence[BlockArguments], x: Tensor) -> tuple[int, int]:
+def first_recorded(
+    blocks: Sequence[Block], x: Tensor, tensors: Sequence[Tensor]
+) -> tuple[int, int]:
     """Index of the first block that autograd records, and of the first recorded unit in it.
+
+    Args:
+        blocks: the blocks.
+        x: input of the first block.
+        tensors: for each block, three parameters of each unit, then the weight of its projection.
 
     Returns:
         `(len(blocks), 0)` if autograd records nothing.
@@ -86,10 +89,16 @@ def first_recorded(blocks: Sequence[BlockArguments], x: Tensor) -> tuple[int, in
         return len(blocks), 0
     if x.requires_grad:
         return 0, 0
+    end = 0
     for index, block in enumerate(blocks):
-        unit = block.first_recorded_unit()
-        if unit is not None:
-            return index, unit
+        begin, end = end, end + 3 * len(block.units)
+        if block.projection is not None:
+            end += 1
+            if tensors[end - 1].requires_grad:
+                return index, 0
+        for place in range(begin, end):
+            if tensors[place].requires_grad:
+                return index, (place - begin) // 3
     return len(blocks), 0
 
 
@@ -98,18 +107,34 @@ def checked_block(
     shape: Sequence[int],
     x_dtype: torch.dtype,
     context: StageContext,
+    previous: CheckedBlock | None = None,
 ) -> CheckedBlock:
-    """Checks the arguments of a block for an input of `shape` and `x_dtype`."""
+    """Checks the arguments of a block for an input of `shape` and `x_dtype`.
+
+    Args:
+        arguments: the arguments.
+        shape: shape of the input.
+        x_dtype: dtype of the input.
+        context: properties of the stage.
+        previous: the result for the block before in the stage, returned for equal properties.
+    """
     key = found = None
     if not torch.compiler.is_compiling():
         try:
             key = (*shape, x_dtype, context, *_read(arguments))
+            if previous is not None and key == previous.key:
+                return previous
             found = _passed.get(key)
         except (AttributeError, TypeError, RuntimeError):  # not a tensor, or symbolic sizes
             key = None
     if key is None:
         return _check(arguments, shape, x_dtype, context)
-    return found or _passed.add(key, _check(arguments, shape, x_dtype, context))
+    if found is None:
+        found = _passed.add(key, _check(arguments, shape, x_dtype, context)._replace(key=key))
+    return found
+
+
+_dtype = operator.attrgetter("dtype")
 
 
 def _read(arguments: BlockArguments) -> list[Any]:
@@ -120,27 +145,33 @@ def _read(arguments: BlockArguments) -> list[Any]:
         RuntimeError: a tensor has no storage.
     """
     units, projection, is_residual = arguments
-    parts: list[Any] = [is_residual, len(units)]
-    for bn, conv in units:
-        if bn.process_group is not None:
-            raise TypeError
-        for t in bn[:4]:
-            parts += (None,) if t is None else (t.numel(), readable_bytes(t))
-        parts.append(None if bn.weight is None else bn.weight.dtype)
-        parts += (bn.training, bn.momentum, bn.eps, type(bn.momentum), type(bn.eps))
-        parts.append(bn.batch_count is None)
-        _add_conv(conv, parts)
+    vectors: list[Any] = []  # of norms
+    convs = [conv for _, conv in units]
     if projection is not None:
-        _add_conv(projection, parts)
-    return parts
-
-
-def _add_conv(conv, parts: list[Any]) -> None:
-    """Adds the properties that `_check` reads from `ConvArguments`."""
-    weight, _, stride, padding, dilation, groups = conv
-    parts += (weight.shape, weight.dtype, weight.device, readable_bytes(weight))
-    parts += (stride, padding, dilation, groups)
-    parts += map(type, (*stride, *padding, *dilation, groups))  # tells True from 1
+        convs.append(projection)
+    key: list[Any] = [is_residual, len(units), len(convs)]
+    for bn, _ in units:
+        weight, bias, mean, var, training, momentum, eps, process_group, batch_count = bn[:9]
+        if process_group is not None:
+            raise TypeError
+        key += (training, momentum, eps, type(momentum), type(eps), batch_count is None)
+        key += (weight is None, bias is None, mean is None, var is None)
+        vectors += (weight, bias, mean, var)
+    weights: list[Tensor] = []
+    for weight, _, stride, padding, dilation, groups in convs:
+        key += (weight.shape, weight.stride(), weight.dtype, weight.device)
+        key += (stride, padding, dilation, groups, type(groups))
+        weights.append(weight)
+    vectors = [t for t in vectors if t is not None]
+    key += map(_dtype, vectors)
+    key += map(Tensor.is_contiguous, vectors)
+    key += map(Tensor.numel, vectors)
+    tensors = vectors + weights
+    if any(map(Tensor.storage_offset, tensors)):
+        key += map(readable_bytes, tensors)
+    else:  # the same, faster
+        key += map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
+    return key
 
 
 def _check(
@@ -178,7 +209,22 @@ def _check(
             shortcut = projection.conv.output_shape(block_shape, projection.weight_shape)
         if tuple(shortcut) != tuple(shape):
             raise ValueError(f"x: expected a shortcut of shape {list(shape)}, got {list(shortcut)}")
-    return CheckedBlock(block, shapes)
+    weights = arguments.weights()
+    return CheckedBlock(
+        block,
+        shapes,
+        any(map(is_channels_last, weights)),
+        any(weight.dtype != context.dtype for weight in weights),
+        all(_is_plain(bn, context.stream_dtype) for bn, _ in arguments.units),
+    )
+
+
+def _is_plain(bn: BatchNorm, dtype: torch.dtype) -> bool:
+    """Whether `BatchNorm.affine` returns weight and bias as they are, for an input in `dtype`."""
+    for t in (bn.weight, bn.bias):
+        if t is None or t.dtype != statistics_dtype(dtype) or not t.is_contiguous():
+            return False
+    return True
 
 
 def _unit(

@@ -6,7 +6,9 @@ gives the same bits (tests/stage/test_preact_stage.py). `preact_stage.py` decide
 backward.
 """
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -47,9 +49,16 @@ class Span(NamedTuple):
     keeps_blocks: tuple[bool, ...]  # for each block, keep its input for backward
     keeps_units: bool  # keep the inputs of the other units
 
-    def extended(self, keep: bool) -> "Span":
-        """Adds the next block; `keep` says whether its input is kept."""
-        return self._replace(end=self.end + 1, keeps_blocks=(*self.keeps_blocks, keep))
+
+def _ranges(begin: int, joins: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Splits the indices from `begin` on into ranges.
+
+    Args:
+        begin: the first index.
+        joins: for each index, whether it is in the range of the index before it.
+    """
+    begins = [begin + place for place, join in enumerate(joins) if not join]
+    return itertools.pairwise([*begins, begin + len(joins)])
 
 
 class StageValues(NamedTuple):
@@ -187,13 +196,14 @@ class Stage:
             keeps: for each block from `begin` on, whether to keep its input.
             keeps_units: whether to keep the inputs of the other units.
         """
+        joins = []
+        for index in range(begin, begin + len(keeps)):
+            is_run = index > begin and runnable[index] and runnable[index - 1]
+            joins.append(is_run and self.blocks[index - 1].units == self.blocks[index].units)
         spans: list[Span] = []
-        for index, keep in enumerate(keeps, begin):
-            units, is_run = self.blocks[index].units, runnable[index]
-            if is_run and spans and spans[-1].is_run and self.blocks[index - 1].units == units:
-                spans[-1] = spans[-1].extended(keep)
-            else:
-                spans.append(Span(index, index + 1, is_run, (keep,), keeps_units))
+        for first, end in _ranges(begin, joins):
+            kept = tuple(keeps[first - begin : end - begin])
+            spans.append(Span(first, end, runnable[first], kept, keeps_units))
         return spans
 
     def forward(
@@ -313,14 +323,12 @@ class StageBackward:
             if not span.is_run:
                 parts.append(span)
                 continue
-            own: list[Span] = []
-            for index, keep in enumerate(span.keeps_blocks, span.begin):
-                is_run = self._needs_all(index)
-                if is_run and own and own[-1].is_run:
-                    own[-1] = own[-1].extended(keep)
-                else:
-                    own.append(Span(index, index + 1, is_run, (keep,), span.keeps_units))
-            parts += own
+            are_runs = [self._needs_all(index) for index in range(span.begin, span.end)]
+            joins = [False, *map(operator.and_, are_runs, are_runs[1:])]
+            for begin, end in _ranges(span.begin, joins):
+                first, last = begin - span.begin, end - span.begin
+                kept = span.keeps_blocks[first:last]
+                parts.append(Span(begin, end, are_runs[first], kept, span.keeps_units))
         return parts
 
     def _needs_all(self, index: int) -> bool:

@@ -63,7 +63,8 @@ def runs_plain_backward(dy: Tensor) -> bool:
 
 def has_served_parameters(module: nn.Module) -> bool:
     """Whether kernels may read the parameters of `module`, without its children."""
-    for t in module._parameters.values():  # faster than `any`; runs for each child at each call
+    # Faster than `any` and `module._parameters`; runs for each child at each call.
+    for t in module.__dict__["_parameters"].values():
         if type(t) not in _SERVED_TYPES and t is not None:
             return False
     return True

@@ -5,14 +5,14 @@ the blocks and rebuilds their inputs.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import Gradient, Kernels, Parameters, Statistics
+from preact_kernels.kernels.contract import Gradient, Kernels, Statistics
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.autocast import has_autocast, is_autocast
@@ -26,7 +26,6 @@ from preact_kernels.ops.block_arguments import (
 from preact_kernels.ops.blocks import (
     Stage,
     StageBackward,
-    StageValues,
     differentiable_forward,
     flat_values,
     stage_values,
@@ -156,7 +155,7 @@ class PreActStageFunction(torch.autograd.Function):
 
 
 def preact_stage(
-    blocks: Sequence[BlockArguments],
+    blocks: Iterable[BlockArguments],
     x: Tensor,
     dtype: torch.dtype,
     memory: MemoryMode = STORE,
@@ -179,38 +178,40 @@ def preact_stage(
     """
     kernels = dispatch.kernels_for(x)
     checked: list[Block] = []
-    values = StageValues([], [], [])
+    tensors: list[Any] = []  # as `flat_values`
+    running: list[Any] = []
     eps: list[float] = []
     norms: list[BatchNorm] = []  # in training mode
     context = StageContext(x.device, x.dtype, dtype, is_autocast(x))
     shape: Sequence[int] = x.shape
     x_dtype = x.dtype
     channels_last = layout.is_channels_last(x)
+    found = None
     for arguments in blocks:
-        block, shapes = checked_block(arguments, shape, x_dtype, context)
-        weights = arguments.weights()
-        has_other_dtype = False
-        for weight in weights:
-            channels_last = channels_last or layout.is_channels_last(weight)
-            has_other_dtype = has_other_dtype or weight.dtype != dtype
-        if has_other_dtype:
+        found = checked_block(arguments, shape, x_dtype, context, found)
+        block, shapes, weights = found.block, found.shapes, arguments.weights()
+        channels_last = channels_last or found.channels_last
+        if found.has_other_dtype:
             block, weights = _with_served_weights(kernels, block, weights, shapes)
         for (bn, _), shape, weight in zip(arguments.units, shapes, weights, strict=False):
-            values.parameters.append(Parameters(*bn.affine(x, shape[1]), weight))
+            plain = found.has_plain_norms
+            tensors += (bn.weight, bn.bias) if plain else bn.affine(x, shape[1])
+            tensors.append(weight)
             eps.append(bn.eps)
             if bn.training:
                 norms.append(bn)
             else:
-                values.running.extend((bn.running_mean, bn.running_var))
-        values.projections.append(None if block.projection is None else weights[-1])
+                running += (bn.running_mean, bn.running_var)
+        if block.projection is not None:
+            tensors.append(weights[-1])
         # Equal consecutive blocks share an object, so that the garbage collector visits fewer.
         checked.append(checked[-1] if checked and checked[-1] == block else block)
         shape, x_dtype = shapes[-1], block.units[-1].y_dtype
 
-    first, skipped = first_recorded(blocks, x)
+    first, skipped = first_recorded(checked, x, tensors)
     x = x.contiguous(memory_format=torch.channels_last)
     call = StageCall(kernels, tuple(checked), tuple(eps), memory, first, skipped)
-    tensors = flat_values(checked, values)
+    tensors += running
     if record is not None:
         return layout.restored(record(call, x, tensors), channels_last)
     y, *batch = PreActStageFunction.apply(call, x, *tensors)
