@@ -11,9 +11,8 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from preact_kernels.conversion.execution import MEMORY
+from preact_kernels.conversion import user_modules
 from preact_kernels.conversion.norm_modules import is_norm
-from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.memory import check_model_and_input, saved_storages
 from preact_kernels.modules.blocks import PreActBlock, fused_blocks
 from preact_kernels.modules.preact_stage import PreActStage, is_fusable
@@ -103,7 +102,7 @@ class MemoryPlan:
         for stage in self.stages:
             memory = stage.chosen.memory
             if stage.is_converted:
-                norms[stage.name].__dict__[MEMORY] = memory
+                user_modules.set_memory(norms[stage.name], memory)
             else:
                 module = cast(PreActStage, model.get_submodule(stage.name))
                 module.memory, module.segments, module.anchor_every = memory, None, None
@@ -160,7 +159,7 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
         raise TypeError(f"budget: expected an int (bytes), got {type(budget).__name__}")
     if budget < 0:
         raise ValueError(f"budget: expected at least 0 bytes, got {budget}")
-    is_converted = any(CONVERSION in vars(m) for m in model.modules())
+    is_converted = any(map(user_modules.is_converted, model.modules()))
     is_served = is_converted or any(isinstance(m, PreActStage) for m in model.modules())
     other_bytes, stages = _options(model, x) if is_served else (0, [])
     if not stages and not is_converted:
@@ -251,7 +250,7 @@ class _Stages:
             if isinstance(module, PreActStage):
                 run = functools.partial(self._run, module)
                 module.forward = run  # type: ignore[method-assign]
-            if (conversion := vars(module).get(CONVERSION)) is not None:
+            if (conversion := user_modules.conversion_of(module)) is not None:
                 conversion.extra_types = (FakeTensor,)
                 conversion.run_stage = self._run_converted
 

@@ -10,22 +10,19 @@ import torch
 from torch import nn
 
 from preact_kernels import torch_compat
-from preact_kernels.conversion.execution import MEMORY
+from preact_kernels.conversion import user_modules
 from preact_kernels.conversion.hooks import (
-    GIVEN_BACK,
-    CompiledCall,
-    Conversion,
     abandon_interrupted,
-    add_hooks,
+    enter,
     is_inert,
+    leave,
     outcomes,
-    remove_hooks,
 )
 from preact_kernels.conversion.named_activations import NamedActivations
 from preact_kernels.conversion.norm_modules import contains_norm, is_norm
-from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import ConversionReport, Site
+from preact_kernels.conversion.user_modules import Conversion
 from preact_kernels.conversion.verification import Example, Verifier, unchanged
 from preact_kernels.modules.blocks import PreActBlock
 from preact_kernels.modules.bn_relu import BNReLU2d
@@ -100,13 +97,12 @@ def _convert_with(conversion: Conversion, model: nn.Module) -> None:
     """`convert` for checked arguments."""
     for module in model.modules():
         if _opens_region(module):
-            module.__dict__[CONVERSION] = conversion
-            add_hooks(module)
+            user_modules.convert(module, conversion, enter, leave)
 
 
 def _give_back(module: nn.Module, reason: str) -> None:
     revert(module)
-    module.__dict__[GIVEN_BACK] = reason
+    user_modules.give_back(module, reason)
 
 
 def _differing_parts(
@@ -184,11 +180,7 @@ def revert(model: _Model) -> _Model:
     _check_model(model)
     abandon_interrupted()
     for module in model.modules():
-        module.__dict__.pop(GIVEN_BACK, None)
-        if module.__dict__.pop(CONVERSION, None) is not None:
-            remove_hooks(module)
-        CompiledCall.restore(module)
-        module.__dict__.pop(MEMORY, None)
+        user_modules.revert(module)
         outcomes.pop(module, None)
     return model
 
@@ -211,9 +203,9 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     for module in model.modules():
         if isinstance(module, OWN):
             own.update((id(m), type(module).__name__) for m in module.modules())
-        if (why := module.__dict__.get(GIVEN_BACK)) is not None:
+        if (why := user_modules.why_given_back(module)) is not None:
             given_back.update((id(m), why) for m in module.modules())
-    converted = [m for m in model.modules() if CONVERSION in m.__dict__]
+    converted = [m for m in model.modules() if user_modules.is_converted(m)]
     inside = {id(child) for m in converted for child in m.modules()}
     names = {id(m): name for name, m in model.named_modules()}
     sites = []

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from preact_kernels import call_stack, torch_compat
 from preact_kernels.activations import Activation
+from preact_kernels.conversion import user_modules
 from preact_kernels.conversion.deferred import Node, Recording, become_plain
 from preact_kernels.conversion.matching import Activated, Match, Matcher, Unit
 from preact_kernels.conversion.operations import (
@@ -39,8 +40,6 @@ from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.node import norm_act_conv_of, norm_act_of
 from preact_kernels.ops.preact_stage import preact_stage
-
-MEMORY = "preact_memory"  # attribute of a stage's first batch norm: the memory mode
 
 _IDENTITY = Activation("identity")
 # Operations after a fused operation that a backward may compute again.
@@ -130,11 +129,14 @@ class _Execution:
             for step in self._steps:
                 inputs = [self._input(i, step) for i in step.inputs]
                 # PyTorch does not bump the versions of running statistics when it updates them.
-                statistics = tuple(t for n in step.nodes for t in tracked_statistics(n))
+                statistics = [t for n in step.nodes for t in tracked_statistics(n)]
+                kept: Any = contextlib.nullcontext()
+                if statistics:
+                    kept = torch_compat.without_new_version(tuple(statistics))
                 reading: Any = contextlib.nullcontext()
                 if self._may_recompute and not step.blocks:  # stages apply the memory mode
                     reading = self._recomputation.reading(zip(step.inputs, inputs, strict=True))
-                with torch_compat.without_new_version(statistics), reading:
+                with kept, reading:
                     y = self._values[step.end] = self._result(step, inputs)
                 self._recompute(step, inputs, y)
                 for node in step.nodes:
@@ -197,7 +199,7 @@ class _Execution:
         module = _module(first)
         if self._region.run_stage is not None:
             return self._region.run_stage(blocks, inputs[0], module, step.end.dtype)
-        name = module.__dict__.get(MEMORY, first.memory) if module else first.memory
+        name = user_modules.memory_of(module, first.memory)
         self._saves_output = name != "store"
         return preact_stage(blocks, inputs[0], step.end.dtype, MemoryMode(name))
 

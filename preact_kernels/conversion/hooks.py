@@ -4,61 +4,28 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from preact_kernels import call_stack, torch_compat
 from preact_kernels.activations import Activation
-from preact_kernels.conversion import rules
+from preact_kernels.conversion import rules, user_modules
 from preact_kernels.conversion.containers import replaced, tensors
-from preact_kernels.conversion.deferred import Deferred, StageRunner, compute
-from preact_kernels.conversion.named_activations import ActivationForward, NamedActivations
+from preact_kernels.conversion.deferred import Deferred, compute
+from preact_kernels.conversion.named_activations import ActivationForward
 from preact_kernels.conversion.norm_modules import is_norm
-from preact_kernels.conversion.owners import CONVERSION, Owners
+from preact_kernels.conversion.owners import Owners
 from preact_kernels.conversion.region import Region
 from preact_kernels.conversion.report import Outcome
-
-_KEY: Any = "preact_kernels"  # key of the hooks in a module's dictionaries
-GIVEN_BACK = "preact_given_back"  # attribute of a module that must run plain, with the reason
-
-
-class Conversion:
-    """Arguments of `Region` shared by all modules of a converted model."""
-
-    def __init__(self, memory: str = "store", activations: NamedActivations | None = None) -> None:
-        self.memory = memory
-        self.activations = activations or NamedActivations.of()
-        self.run_stage: StageRunner | None = None
-        self.extra_types: tuple[type, ...] = ()
-
+from preact_kernels.conversion.user_modules import Conversion, ReplacedForward
 
 # Outcomes of the last call of each norm.
 outcomes: weakref.WeakKeyDictionary[nn.Module, list[Outcome]] = weakref.WeakKeyDictionary()
 # `Owners` by the module that opened a region.
 _owners: weakref.WeakKeyDictionary[nn.Module, Owners] = weakref.WeakKeyDictionary()
-
-
-def add_hooks(module: nn.Module) -> None:
-    """Adds the hooks under a name, since PyTorch's numbers may collide after unpickling."""
-    for name, hook in (("_forward_pre_hooks", _enter), ("_forward_hooks", _leave)):
-        hooks = getattr(module, name)
-        hooks[_KEY] = hook
-        hooks.move_to_end(_KEY, last=False)
-    module._forward_pre_hooks_with_kwargs[_KEY] = True
-    module._forward_hooks_always_called[_KEY] = True
-
-
-def remove_hooks(module: nn.Module) -> None:
-    """Undoes `add_hooks`."""
-    for name in (
-        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-        *("_forward_hooks", "_forward_hooks_always_called"),
-    ):
-        getattr(module, name).pop(_KEY, None)
 
 
 class _Call(NamedTuple):
@@ -70,7 +37,6 @@ class _Call(NamedTuple):
     frame: types.FrameType | None  # frame that called the module
     outer_memory: str  # memory mode to restore
     handles: list[Any]  # each undoes a change of a child by `remove()`
-    norms: list[nn.SyncBatchNorm]  # children with a `SyncForward`
 
 
 class _Calls(threading.local):
@@ -94,13 +60,13 @@ def is_inert() -> bool:
     )
 
 
-def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Runs before each forward of a converted module; the outermost module opens a region."""
-    if torch.compiler.is_compiling() or _KEY not in module._forward_hooks:
-        return  # `_leave` would not run
+    if torch.compiler.is_compiling() or not user_modules.has_leave_hook(module):
+        return
     abandon_interrupted()
-    stack, frame = _calls.stack, call_stack.caller_of(_enter.__code__)
-    conversion = module.__dict__.get(CONVERSION)
+    stack, frame = _calls.stack, call_stack.caller_of(enter.__code__)
+    conversion = user_modules.conversion_of(module)
     is_outermost = not stack or not stack[-1].region.is_recording()
     if not is_outermost:
         region = stack[-1].region
@@ -121,20 +87,19 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         )
         region.__enter__()
         region.frame = frame
-    norms: list[nn.SyncBatchNorm] = []
-    if region.is_distributed:
-        norms = [m for m in module._modules.values() if type(m) is nn.SyncBatchNorm]
-    for norm in norms:
-        norm.__dict__.setdefault("forward", rules.SyncForward(region, norm))
     handles = _hook_children(module, region.activations.modules)
-    stack.append(_Call(module, region, is_outermost, frame, region.memory, handles, norms))
+    if region.is_distributed:
+        for norm in module._modules.values():
+            if type(norm) is nn.SyncBatchNorm:
+                handles.append(ReplacedForward(norm, rules.SyncForward(region, norm)))
+    stack.append(_Call(module, region, is_outermost, frame, region.memory, handles))
     if conversion is not None:
         region.memory = conversion.memory
     if not is_outermost and _has_other_hooks(module):
         _make_plain((*args, *kwargs.values()), "a hook")
 
 
-def _leave(module: nn.Module, args: tuple, output: Any) -> Any:
+def leave(module: nn.Module, args: tuple, output: Any) -> Any:
     """Runs after each forward of a converted module, also if it raised."""
     stack = _calls.stack
     if torch.compiler.is_compiling() or not stack:
@@ -164,9 +129,6 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
     for handle in call.handles:
         handle.remove()
     call.region.memory = call.outer_memory
-    for norm in call.norms:
-        if isinstance(norm.__dict__.get("forward"), rules.SyncForward):
-            del norm.__dict__["forward"]
     if not call.is_outermost:
         return
     call.region.__exit__(None, None, None)
@@ -196,24 +158,17 @@ def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) ->
         if child is None:
             continue
         if child._compiled_call_impl is not None:
-            CompiledCall.replace(child)
-        if activations and type(child) in activations and "forward" not in child.__dict__:
-            child.__dict__["forward"] = forward = ActivationForward(child)
-            handles.append(forward)
-        if CONVERSION in child.__dict__:
-            own: Any = (child._forward_pre_hooks, child._forward_hooks)
-            for hooks in own:
-                if len(hooks) > 1 and next(iter(hooks)) != _KEY:  # FSDP puts its hooks first
-                    hooks.move_to_end(_KEY, last=False)
-            continue
-        if GIVEN_BACK in child.__dict__:
-            handles += _outside(child)
+            user_modules.replace_compiled_call(child, _suspend, _resume)
+        if activations and type(child) in activations:
+            handles.append(ReplacedForward(child, ActivationForward(child)))
+        if user_modules.is_marked(child):
+            if user_modules.is_converted(child):
+                user_modules.put_hooks_first(child)
+            else:
+                handles += _outside(child)
             continue
         if child._backward_hooks or child._backward_pre_hooks:
-            handles += [
-                child.register_forward_pre_hook(_compute_inputs, prepend=True, with_kwargs=True),
-                child.register_forward_hook(_compute_result, prepend=True),
-            ]
+            handles += user_modules.add_hooks(child, _compute_inputs, _compute_result, False)
         children = child._modules
         if children and (
             isinstance(child, _WITH_FAST_PATHS) or torch_compat.is_compiled_module(child)
@@ -224,12 +179,9 @@ def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) ->
     return handles
 
 
-def _outside(child: nn.Module) -> list[RemovableHandle]:
+def _outside(child: nn.Module) -> list[Any]:
     """Adds hooks that make a child run outside of the region."""
-    return [
-        child.register_forward_pre_hook(_suspend, with_kwargs=True),
-        child.register_forward_hook(_resume, always_call=True),
-    ]
+    return user_modules.add_hooks(child, _suspend, _resume, True)
 
 
 # While functions are overridden, these modules skip fast paths that give other values for padding.
@@ -252,38 +204,6 @@ def _resume(module: nn.Module, args: tuple, output: Any) -> None:
         _calls.stack[-1].region.resume(module)
 
 
-class CompiledCall:
-    """Runs a module compiled by `nn.Module.compile` outside of the region around it.
-
-    Hooks would be compiled with the module. The replaced call stays after the region ends, since
-    other threads may call the module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self.call = cast(Callable, module._compiled_call_impl)
-
-    @staticmethod
-    def replace(module: nn.Module) -> None:
-        if not isinstance(module._compiled_call_impl, CompiledCall):
-            module._compiled_call_impl = CompiledCall(module)
-
-    @staticmethod
-    def restore(module: nn.Module) -> None:
-        if isinstance(module._compiled_call_impl, CompiledCall):
-            module._compiled_call_impl = module._compiled_call_impl.call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        if module is None or torch.compiler.is_compiling():
-            return self.call(*args, **kwargs)
-        _suspend(module, args, kwargs)
-        try:
-            return self.call(*args, **kwargs)
-        finally:
-            _resume(module, args, None)
-
-
 def _compute_inputs(module: nn.Module, args: tuple, kwargs: dict) -> None:
     _make_plain((*args, *kwargs.values()), "a hook")
 
@@ -293,9 +213,9 @@ def _compute_result(module: nn.Module, args: tuple, output: Any) -> None:
 
 
 def abandon_interrupted() -> None:
-    """Closes calls of this thread for which an interrupt skipped `_leave`."""
+    """Closes calls of this thread for which an interrupt skipped `leave`."""
     stack = _calls.stack
-    if not stack or any(call_stack.is_running(call.frame) for call in (stack[-1], stack[0])):
+    if not stack or call_stack.is_running(stack[-1].frame) or call_stack.is_running(stack[0].frame):
         return
     _calls.stack = []
     for call in reversed(stack):

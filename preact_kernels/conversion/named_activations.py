@@ -92,10 +92,6 @@ class ActivationForward:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def remove(self) -> None:
-        if self._module.__dict__.get("forward") is self:
-            del self._module.__dict__["forward"]
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kind = type(self._module)
         result = _recorded_here(args, kwargs, kind)

@@ -13,6 +13,7 @@ from preact_kernels.conversion.owners import Owner
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.norms import NormArguments
+from preact_kernels.ops.arguments import convolve
 
 
 class NormSettings(NamedTuple):
@@ -57,11 +58,8 @@ def plain_norm(s: NormSettings, x: Tensor, *affine: Tensor, updates: bool = Fals
     return (norm if updates or not norm.training else norm.with_copied_statistics()).plain(x)
 
 
-_CONVOLUTIONS: dict[int, Callable] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
-
-
 def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _CONVOLUTIONS[weight.dim()](x, weight, bias, *s.conv)
+    return convolve(x, weight, bias, *s.conv)
 
 
 class _Dropout(torch.autograd.Function):
@@ -107,15 +105,11 @@ def function_name(node: Node) -> str:
 
 def tracked_statistics(node: Node) -> list[Tensor]:
     """Returns the running statistics that a node updates."""
-    return _running_statistics(node, True)
+    is_updated = node.operation is NORM and node.settings.norm.training
+    return node.settings.norm.running() if is_updated else []
 
 
 def constants(node: Node) -> list[Tensor]:
     """Returns tensors that a node reads besides its inputs."""
-    return _running_statistics(node, False)
-
-
-def _running_statistics(node: Node, training: bool) -> list[Tensor]:
-    if node.operation is not NORM or node.settings.norm.training != training:
-        return []
-    return node.settings.norm.running()
+    is_read = node.operation is NORM and not node.settings.norm.training
+    return node.settings.norm.running() if is_read else []

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-CONVERSION = "preact_conversion"  # attribute of a converted module: its `hooks.Conversion`
-
 
 class Owner:
     """A module, and the cached result of a rule for its last call.

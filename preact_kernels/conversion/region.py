@@ -169,7 +169,9 @@ class Region(TorchFunctionMode):
         if not torch_compat.is_torch_function_enabled():  # as in `Tensor.backward` of an instance
             types = tuple(map(type, tensors((args, kwargs))))
         rule, self.refusal = registry.RULES.get(func), ""
-        reads_deferred = Deferred in types or any(issubclass(t, Deferred) for t in types)
+        reads_deferred = Deferred in types
+        if not reads_deferred and not self._ordinary_types.issuperset(types):
+            reads_deferred = any(issubclass(t, Deferred) for t in types)
         if rule is registry.METADATA:
             if not reads_deferred:
                 return func(*args, **kwargs)
@@ -193,7 +195,7 @@ class Region(TorchFunctionMode):
         """Calls a rule, with plain tensors instead of instances of subclasses of Tensor."""
         first = type(next(itertools.chain(args, kwargs.values()), None))
         is_ordinary = first in self._ordinary_types or issubclass(first, list | tuple)
-        is_ordinary = is_ordinary and all(t in self._ordinary_types for t in types)
+        is_ordinary = is_ordinary and self._ordinary_types.issuperset(types)
         if is_ordinary or self.is_traced:  # traced code has no instances of other classes
             with disable_torch_function():
                 return rule(self, args, kwargs)

@@ -1,6 +1,7 @@
 """Rules for norms, convolutions, and operations on images; see `registry.py`."""
 
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,6 @@ from preact_kernels.conversion.operations import (
     ConvSettings,
     NormSettings,
 )
-from preact_kernels.conversion.owners import CONVERSION
 from preact_kernels.conversion.registry import (
     FIRST,
     RULES,
@@ -35,10 +35,12 @@ from preact_kernels.conversion.registry import (
     rule,
 )
 from preact_kernels.conversion.subclasses import refusal
+from preact_kernels.conversion.user_modules import is_converted
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.norms import NORMS, BatchNorm, GroupNorm, NormArguments
 from preact_kernels.ops import checks
+from preact_kernels.ops.arguments import convolve
 from preact_kernels.ops.autocast import is_autocast
 
 _NOT_RECORDED = (
@@ -144,10 +146,10 @@ def _has_hooks(norm: Any) -> bool:
     Ignores hooks of a converted module that calls the norm function itself: they run outside of
     the region.
     """
-    if CONVERSION in norm.__dict__:
+    if is_converted(norm):
         return False
     forward = norm.__dict__.get("forward")
-    return torch_compat.has_module_hook(norm) or not isinstance(forward, SyncForward | None)
+    return torch_compat.has_module_hook(norm) or type(forward) not in (SyncForward, NoneType)
 
 
 class SyncForward:
@@ -207,7 +209,6 @@ def _norm_refusal(region: Recording, x: Tensor, norm: Any) -> str:
     return ""
 
 
-_CONVOLUTIONS: dict[int, Callable] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 _CONV_CALLERS = tuple(m._conv_forward.__code__ for m in (nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 
@@ -231,16 +232,16 @@ def _record_conv(
     if bias is not None and type(bias) not in region.tensor_types:
         return NotImplemented
     affine = (weight,) if bias is None else (weight, bias)
-    if x.dim() != dims:  # without a batch axis
+    if x.dim() != dims or weight.dim() != dims:  # no batch axis, or PyTorch raises
         return NotImplemented
-    if torch.is_grad_enabled() and any(t.is_inference() for t in (x, *affine)):
+    if torch.is_grad_enabled() and any(map(Tensor.is_inference, (x, *affine))):
         return NotImplemented  # it may raise
     context = region.context_for(x.device)
     if context is None:
         return NotImplemented
     owner = region.owners.find(weight)
     module = _calling_conv(region) if owner is None else owner.module
-    if module is not None and module._forward_hooks and CONVERSION not in module.__dict__:
+    if module is not None and module._forward_hooks and not is_converted(module):
         return NotImplemented  # hooks may change the weight
     like = (weight.dtype, weight.device, weight.shape, weight.stride(), id(bias))
     key = (x.shape, x.dtype, context.device, context.autocast_dtype, *like, *numbers)
@@ -303,7 +304,7 @@ def _geometry(
     try:
         x, weight = (torch.empty(s, device="meta") for s in (shape, weight_shape))
         bias = None if bias_shape is None else torch.empty(bias_shape, device="meta")
-        result = _CONVOLUTIONS[len(shape)](x, weight, bias, stride, padding, dilation, groups)
+        result = convolve(x, weight, bias, stride, padding, dilation, groups)
         values = stride, padding, dilation
         if len(shape) > 3:
             values = tuple(map(_unpacked, values))

@@ -265,6 +265,20 @@ def test_other_products_run_plain():
     assert_runs(forward, "^; read by mul", "^; read by mul")
 
 
+def test_a_scale_of_a_wider_dtype_gives_its_dtype():
+    net, x = Net(two_units).bfloat16(), torch.randn(2, 4, 5, 6, dtype=torch.bfloat16)
+    found = []
+
+    def forward(net, x):
+        h = net.norm(x) * torch.full((1, 4, 1, 1), 1 / 3)
+        found.append(h.dtype)
+        return net.conv(F.silu(h).to(x.dtype))
+
+    net.function = [forward]
+    net(x), pk.convert(net)(x)
+    assert found == [torch.float32, torch.float32]
+
+
 def test_a_scale_that_changes_in_place_is_read_before():
     def forward(net, x):
         scale, shift = (t.detach() * 1 for t in net.scale_and_shift(x))

@@ -9,9 +9,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
 from testbed import published_models as foreign
+from tests.convert import random_model_parts
 from tests.convert.models import Block, Chain, small
 from tests.convert.trial import ignore, train_step
 from tests.oracle import assert_same_bits, evaluate
@@ -332,3 +334,59 @@ def test_scripts_of_reverted_models_and_as_children():
     y = model(x)
     assert pk.conversion_report(model).fused
     torch.testing.assert_close(torch.jit.script(pk.revert(model)[0])(x), y)
+
+
+class Nested(nn.Module):
+    """Calls blocks that are converted, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())
+        self.last = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x)))
+
+
+def test_hooks_of_inner_modules_see_plain_tensors():
+    model, x = pk.convert(Nested()), torch.randn(2, 4, 6, 6)
+    kinds = []
+    model.second.register_forward_pre_hook(lambda m, args: kinds.append(type(args[0])))
+    model.second.register_forward_hook(lambda m, args, y: kinds.append(type(y)))
+    model(x)
+    assert kinds == [torch.Tensor, torch.Tensor]
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+@pytest.mark.parametrize("register", ["register_backward_hook", "register_full_backward_hook"])
+def test_backward_hooks_see_the_gradients_of_their_child(register):
+    plain, found = Nested().double(), []
+    x = torch.randn(2, 4, 6, 6).double()
+    for model in (plain, pk.convert(copy.deepcopy(plain))):
+        seen = []
+        hook = getattr(model.second[1], register)
+        hook(lambda m, dx, dy, seen=seen: seen.extend((*dx, *dy)))
+        model(x.clone().requires_grad_()).square().sum().backward()
+        found.append(seen)
+    torch.testing.assert_close(found[1], found[0])
+    assert pk.conversion_report(model)[1].reason.startswith("read by a hook")
+
+
+@pytest.fixture
+def process_group():
+    random_model_parts.start_process_group()
+    yield
+    random_model_parts.end_process_group()
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_synchronised_batch_norms_count_a_batch_once(process_group, tracks):
+    """On a CPU, PyTorch has none: the truth is the norm of one process."""
+    plain, x = Block(), torch.randn(2, 4, 6, 6).double().requires_grad_()
+    plain.bn = nn.BatchNorm2d(4, track_running_stats=tracks)
+    model = pk.convert(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).double())
+    y = checkpoint(model, x, use_reentrant=False)
+    torch.testing.assert_close(y, plain.double()(x))
+    y.sum().backward()
+    if tracks:
+        assert model.bn.num_batches_tracked == 1

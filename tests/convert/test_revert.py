@@ -53,25 +53,37 @@ def fused(graph, inputs):
     return torch._dynamo.lookup_backend("aot_eager")(fused_graph(graph, "store", []), inputs)
 
 
+OF_DYNAMO = ("_dynamo_static_input_type", "_is_torch_compile")
+
+
 def attributes_of(model):
     """Returns classes and attributes but Dynamo's; of dictionaries, such as of hooks, the keys."""
-    of_dynamo = ("_dynamo_static_input_type", "_is_torch_compile")
     return [
         (
             type(owner),
             {
                 name: list(value) if isinstance(value, dict) else type(value)
                 for name, value in vars(owner).items()
-                if name not in of_dynamo
+                if name not in OF_DYNAMO
             },
         )
         for owner in (*model.modules(), *model.parameters(), *model.buffers())
     ]
 
 
+def objects_of(model):
+    """Returns the ids of all attributes of modules, and of the items of dictionaries."""
+    return [
+        {n: {k: id(i) for k, i in v.items()} if isinstance(v, dict) else id(v)}
+        for module in model.modules()
+        for n, v in vars(module).items()
+        if n not in OF_DYNAMO
+    ]
+
+
 def test_a_reverted_model_equals_one_that_was_never_converted():
     model, x = network()
-    plain, found = copy.deepcopy(model), []
+    plain, found, objects = copy.deepcopy(model), [], objects_of(model)
     pk.convert(model, activations={Swish: "silu"}, example_inputs=x)
     pk.plan_memory(model, x, 1 << 30).apply(model)
     for call in (model, torch.compile(model, backend=fused)):
@@ -80,7 +92,8 @@ def test_a_reverted_model_equals_one_that_was_never_converted():
     assert len(report.fused) == len(report) - 1
     with pytest.raises(RuntimeError):
         model(x[:, :1])
-    pk.revert(model).load_state_dict(plain.state_dict())
+    assert objects_of(pk.revert(model)) == objects
+    model.load_state_dict(plain.state_dict())
     assert attributes_of(model) == attributes_of(plain)
     for m in (model, plain):
         computed = train_step(m, x, compiled(m))
