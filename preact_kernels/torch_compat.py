@@ -6,6 +6,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -74,6 +75,7 @@ def is_opaque(target: Any) -> bool:
 
 
 _Function = TypeVar("_Function", bound=Callable)
+_Value = TypeVar("_Value")
 
 
 def not_compiled(function: _Function) -> _Function:
@@ -289,6 +291,25 @@ backward_id = torch._C._current_graph_task_id
 def is_in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return backward_id() != -1
+
+
+def value_of_backward(variable: ContextVar[_Value]) -> _Value | None:
+    """The value of a context variable where the running backward was called, or None.
+
+    Autograd copies the context of the caller to its own threads, but does not enter it there. A
+    backward that is called in such a thread copies the empty context of the thread.
+    """
+    if not is_in_backward():
+        return None
+    tls = torch._C
+    if tls._is_key_in_tls(variable.name):
+        return tls._get_obj_in_tls(variable.name)
+    if not tls._is_key_in_tls("context"):
+        return None
+    value = tls._get_obj_in_tls("context").get(variable)
+    if value is not None:  # for backwards inside of this one; autograd removes it with its node
+        tls._stash_obj_in_tls(variable.name, value)
+    return value
 
 
 # Global variables of the code of checkpoints.

@@ -1,6 +1,5 @@
 """The argument `activation` of public functions."""
 
-import math
 from typing import Any
 
 from preact_kernels.activations import ACTIVATIONS, DEFAULTS, Activation
@@ -31,7 +30,9 @@ def activation_of(value: Any) -> Activation:
     if expected is None:
         raise ValueError(f"activation: expected no parameter of {name!r}, got {parameter[0]!r}")
     checks.check_number("activation", parameter[0])
-    if not math.isfinite(parameter[0]) or (parameter[0] == 0 and not expected.may_be_zero):
+    number = float(parameter[0])
+    is_finite = number - number == 0  # Dynamo does not trace `math.isfinite`
+    if not is_finite or (number == 0 and not expected.may_be_zero):
         wanted = f"a finite number{'' if expected.may_be_zero else ' other than 0'}"
         raise ValueError(f"activation: expected {wanted} with {name!r}, got {parameter[0]}")
-    return Activation(name, float(parameter[0]))
+    return Activation(name, number)

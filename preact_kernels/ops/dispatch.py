@@ -16,7 +16,7 @@ from torch import Tensor
 from preact_kernels.kernels import cpu, cuda, reference
 from preact_kernels.kernels.contract import FLOATS, HALVES, Kernels, Unit
 from preact_kernels.ops import checks, schema
-from preact_kernels.torch_compat import FakeTensor, FunctionalTensor
+from preact_kernels.torch_compat import FakeTensor, FunctionalTensor, value_of_backward
 
 
 class BackendError(RuntimeError):
@@ -125,7 +125,7 @@ BACKENDS = (
 _by_name = {backend.name: backend for backend in BACKENDS}
 _default = "auto"  # of `set_backend`
 # Of `use_backend`; None: the default. A new thread begins with None, an asyncio task with the value
-# of the code that created it.
+# of the code that created it, a thread of autograd with the value of the code that called it.
 _in_context: ContextVar[str | None] = ContextVar("preact_kernels_backend", default=None)
 
 
@@ -177,8 +177,9 @@ def use_backend(name: str) -> Iterator[None]:
     """Context manager that selects the backend of all calls inside.
 
     The backward of a call runs on the backend that ran its forward. Other threads and asyncio tasks
-    that run at the same time keep theirs; a task that is created inside begins with this backend, a
-    thread with the backend of `set_backend`. Inside of a compiled function this has no effect: use
+    that run at the same time keep theirs. A task that is created inside begins with this backend, a
+    thread with the backend of `set_backend`; a backward that is called inside has this backend in
+    all of its threads. Inside of a compiled function this has no effect: use
     it around the call.
 
     Args:
@@ -308,7 +309,7 @@ def kernels_for(x: Tensor) -> Kernels:
         return _registered
     if x.numel() == 0:  # a process of a group may have no samples
         return reference.kernels()
-    return select(_in_context.get() or _default, x.device.type, x.dtype)
+    return select(current(), x.device.type, x.dtype)
 
 
 schema.register(kernels_for)
@@ -397,7 +398,7 @@ def backend_for(
 
 def current() -> str:
     """The selected backend: "auto" or a name."""
-    return _in_context.get() or _default
+    return _in_context.get() or value_of_backward(_in_context) or _default
 
 
 def _from_environment() -> None:

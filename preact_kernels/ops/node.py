@@ -77,19 +77,17 @@ class UnitFunction(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         conv_weight, conv_bias, residual, bits = of_conv or (None, None, None, None)
-        # Only tensors, as tools that draw or measure the graph expect.
-        saved = (
-            () if conv_weight is None else (conv_weight,) if bits is None else (conv_weight, bits)
-        )
-        ctx.save_for_backward(x, weight, bias, mean, var, *saved)
+        saved = [x, weight, bias, mean, var]  # only tensors, as tools that draw the graph expect
+        for t in (conv_weight, bits):
+            if t is not None:
+                saved.append(t)
+        ctx.save_for_backward(*saved)
         norm = call.norm(weight, bias, mean, var)
         if conv_weight is None:
             y = call.kernels.norm_act_forward(call.image(x), norm)
             return layout.from_image(y, layout.shape_of(x, call.dims), call.channels_last).detach()
-        inputs, epilogue = (
-            Inputs(x, norm, call.image_weight(conv_weight)),
-            Epilogue(conv_bias, residual),
-        )
+        inputs = Inputs(x, norm, call.image_weight(conv_weight))
+        epilogue = Epilogue(conv_bias, residual)
         y = call.kernels.norm_act_conv_forward(call.unit, inputs, epilogue, call.mask(bits)).y
         y = y.squeeze(2) if call.dims == 3 else y
         return layout.restored(y, call.channels_last).detach()

@@ -97,6 +97,7 @@ def _unit(conv: Sequence, inputs: Inputs, y_dtype: torch.dtype, dtype: torch.dty
         weight_dtype=weight.dtype,
         activation=Activation(norm.activation, norm.parameter),
         has_rows=norm.has_rows,
+        eps=norm.eps,
     )
 
 

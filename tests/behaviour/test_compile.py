@@ -47,6 +47,21 @@ def test_compiled_functions_give_the_same_bits(backend):
     assert_same_bits(evaluate(compiled, inputs), evaluate(function, inputs))
 
 
+def test_numbers_may_change_between_compiled_calls(backend):
+    def function(x, conv_weight, number):
+        options = {"activation": ("leaky_relu", number), "eps": number, "dropout": number}
+        return pk.group_norm_act_conv(x, 2, conv_weight=conv_weight, **options)
+
+    x, conv_weight = torch.randn(2, 4, 3), torch.randn(3, 4, 1)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for number in (0.1, 0.2, 0.3):
+        found = []
+        for call in (compiled, function):
+            torch.manual_seed(4)
+            found.append(call(x, conv_weight, number))
+        assert found[0].equal(found[1])
+
+
 def run(module, call, batch=3):
     """Output, gradients and buffers of one step of `call`, which runs `module`."""
     x = torch.linspace(-2, 2, batch * 10 * 7 * 6).sin().view(batch, 10, 7, 6).requires_grad_()

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
 from preact_kernels import __main__ as command
@@ -240,6 +241,31 @@ def test_tasks_have_the_backend_of_their_own_contexts():
         return *found, backends.current()
 
     assert asyncio.run(run()) == (("reference", "auto"), ("auto", "reference"), "auto")
+
+
+def test_threads_of_a_backward_have_the_backend_of_the_code_that_called_it():
+    """Autograd changes threads at every 60th nested backward, and for a GPU at once."""
+    ran = []
+
+    def function(x, depth):
+        ran.append((threading.get_ident(), backends.current()))
+        if depth == 0:
+            return x.sin()
+        return checkpoint(function, x, depth - 1, use_reentrant=True)
+
+    x = torch.randn(2, 4, 3, 3, requires_grad=True)
+    with pk.use_backend("reference"):
+        y = checkpoint(function, x, 130, use_reentrant=True)
+        ran.clear()
+        y.sum().backward()
+    threads, names = map(set, zip(*ran, strict=True))
+    assert len(threads) == 3
+    assert names == {"reference"}
+    with pk.use_backend("reference"):
+        y = checkpoint(function, x, 130, use_reentrant=True)
+    ran.clear()
+    y.sum().backward()
+    assert {name for _, name in ran} == {"auto"}
 
 
 def test_a_generator_may_leave_a_context_in_another_thread():
