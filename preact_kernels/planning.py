@@ -357,7 +357,7 @@ def _bytes_of(call: _Call, memory: str, outside: Container[int]) -> tuple[int, i
         memory: the memory mode.
         outside: ids of the storages that the rest of the model saves.
     """
-    _, blocks, _, _, first, skipped = call.arguments
+    _, blocks, _, first, skipped = call.arguments
     kept = MemoryMode(memory).kept_inputs(blocks, first, skipped, call.x.dtype)
     saved = extra = 0
     for begin, keeps in kept.segments:

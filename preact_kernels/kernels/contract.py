@@ -221,9 +221,13 @@ class BlockRun(NamedTuple):
 
     units: Sequence[Unit]  # units of one block
     parameters: Sequence[Parameters]  # one for each unit of each block
-    eps: Sequence[float]  # one for each unit of each block
     # Statistics of the input of each unit; None: the forward computes them from the batch.
     statistics: Sequence[Statistics | None]
+
+    @property
+    def eps(self) -> list[float]:
+        """One eps for each unit of each block."""
+        return [float(u.eps) for u in self.units] * (len(self.parameters) // len(self.units))
 
 
 class RunWanted(NamedTuple):

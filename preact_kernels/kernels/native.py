@@ -183,7 +183,7 @@ class NativeKernels(FlatOps, BlockKernels):
         given = *flat_gradient(dy), *_flat_run(run, statistics)
         g, whole, x, sums, *rest = op(*given, kept, kept_blocks, inv_count, y, negated)
         conv_weights, of_norms = rest[:count], rest[count:]
-        norm = Norm(*statistics[0], first.bn_weight, first.bn_bias, run.eps[0])
+        norm = Norm(*statistics[0], first.bn_weight, first.bn_bias, run.units[0].eps)
         step = AffineStep(whole, x, norm, sums, inv_count)
         parameters = list(map(Parameters, of_norms[1::2], of_norms[::2], conv_weights))
         return BlockRunGradients(Gradient(g, step), parameters)
@@ -191,8 +191,8 @@ class NativeKernels(FlatOps, BlockKernels):
 
 def _flat_run(run: BlockRun, statistics: Sequence[Statistics]) -> tuple:
     """A run as schemas take it, with the statistics of its first units."""
-    units, parameters, eps, _ = run
-    bn_weights, bn_biases, conv_weights = zip(*parameters, strict=True)
+    units = run.units
+    bn_weights, bn_biases, conv_weights = zip(*run.parameters, strict=True)
     means, variances = zip(*statistics, strict=True) if statistics else ((), ())
-    parts = bn_weights, bn_biases, conv_weights, means, variances, eps
+    parts = bn_weights, bn_biases, conv_weights, means, variances, run.eps
     return *parts, len(units), units[0].dtype

@@ -244,6 +244,7 @@ def _unit(
         weight_dtype=conv.weight.dtype,
         uses_batch=bn.training,
         process_group=bn.process_group,
+        eps=bn.eps,
     )
 
 

@@ -101,7 +101,6 @@ class Stage:
         blocks: the blocks.
         units: the units of all blocks, in order.
         first_unit: index of each block's first unit, then the number of units.
-        eps: eps.
         values: the tensors that the caller passed.
         statistics: statistics of the input; None until a forward computes them.
         fixed_inv_counts: see `inv_count_of`.
@@ -113,10 +112,9 @@ class Stage:
         self,
         kernels: Kernels,
         blocks: Sequence[Block],
-        eps: Sequence[float],
         values: StageValues,
     ) -> None:
-        self.kernels, self.blocks, self.eps, self.values = kernels, blocks, eps, values
+        self.kernels, self.blocks, self.values = kernels, blocks, values
         self.units: list[Unit] = []
         self.first_unit = [0]
         for block in blocks:
@@ -147,10 +145,10 @@ class Stage:
                 inv_counts.append(inv_count)
         return means, unbiased(variances, inv_counts)
 
-    def norm(self, unit: int) -> Norm:
-        mean, var = self.statistics[unit]
-        bn_weight, bn_bias, _ = self.values.parameters[unit]
-        return Norm(mean, var, bn_weight, bn_bias, self.eps[unit], "relu", 0.0)
+    def norm(self, index: int) -> Norm:
+        """The norm of a unit."""
+        unit, (bn_weight, bn_bias, _) = self.units[index], self.values.parameters[index]
+        return Norm(*self.statistics[index], bn_weight, bn_bias, unit.eps, *unit.activation)
 
     def runnable(self, x: Tensor) -> list[bool]:
         """Whether each block can be part of a run, for the input `x` of the stage."""
@@ -238,7 +236,6 @@ class Stage:
         return BlockRun(
             self.blocks[span.begin].units,
             self.values.parameters[first:last],
-            self.eps[first:last],
             self.statistics[first:last],
         )
 

@@ -43,7 +43,6 @@ class StageCall(NamedTuple):
 
     kernels: Kernels
     blocks: Sequence[Block]
-    eps: Sequence[float]  # one for each unit
     memory: MemoryMode
     first: int = 0  # first block with a gradient; earlier blocks save nothing
     skipped: int = 0  # number of its first units without a gradient
@@ -66,8 +65,8 @@ class PreActStageFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, x, *tensors):
-        kernels, blocks, eps, memory, first, skipped = call
-        stage = Stage(kernels, blocks, eps, stage_values(blocks, tensors))
+        kernels, blocks, memory, first, skipped = call
+        stage = Stage(kernels, blocks, stage_values(blocks, tensors))
         if stage.values.running:
             stage.use_running_statistics(x)
         runnable = stage.runnable(x)
@@ -109,13 +108,13 @@ class PreActStageFunction(torch.autograd.Function):
     @staticmethod
     def _backward(ctx, dy):
         y, *kept = saved(ctx)
-        kernels, blocks, eps, memory, first, _ = ctx.call
+        kernels, blocks, memory, first, _ = ctx.call
         skipped = ctx.skipped
         count = 3 * len(ctx.fixed_inv_counts)
         tensors = kept[count:]
         if dy is None:
             return None, None, *[None] * len(tensors)
-        stage = Stage(kernels, blocks, eps, stage_values(blocks, tensors))
+        stage = Stage(kernels, blocks, stage_values(blocks, tensors))
         stage.fixed_inv_counts = ctx.fixed_inv_counts
         stage.inputs = list(kept[:count:3])  # Dynamo of torch 2.11 makes `*kept` a tuple
         stage.statistics = list(map(Statistics, kept[1:count:3], kept[2:count:3]))
@@ -125,7 +124,7 @@ class PreActStageFunction(torch.autograd.Function):
             output = stage.inputs[following] if skipped and following < len(stage.units) else None
 
             def forward(h, *tensors):
-                own = Stage(kernels, blocks, eps, stage_values(blocks, tensors))
+                own = Stage(kernels, blocks, stage_values(blocks, tensors))
                 own.statistics = stage.statistics
                 return differentiable_forward(own, h, (first, skipped), output)
 
@@ -180,7 +179,6 @@ def preact_stage(
     checked: list[Block] = []
     tensors: list[Any] = []  # as `flat_values`
     running: list[Any] = []
-    eps: list[float] = []
     norms: list[BatchNorm] = []  # in training mode
     context = StageContext(x.device, x.dtype, dtype, is_autocast(x))
     shape: Sequence[int] = x.shape
@@ -197,7 +195,6 @@ def preact_stage(
             plain = found.has_plain_norms
             tensors += (bn.weight, bn.bias) if plain else bn.affine(x, shape[1])
             tensors.append(weight)
-            eps.append(bn.eps)
             if bn.training:
                 norms.append(bn)
             else:
@@ -210,7 +207,7 @@ def preact_stage(
 
     first, skipped = first_recorded(checked, x, tensors)
     x = x.contiguous(memory_format=torch.channels_last)
-    call = StageCall(kernels, tuple(checked), tuple(eps), memory, first, skipped)
+    call = StageCall(kernels, tuple(checked), memory, first, skipped)
     tensors += running
     if record is not None:
         return layout.restored(record(call, x, tensors), channels_last)

@@ -347,7 +347,7 @@ def run_of_blocks(
         parameters.append(Parameters(bn_weight, bn_bias, conv_weight))
         inputs.append(image(in_channels, between[place]))
         statistics.append(Statistics(mean, var))
-    return BlockRun(units[: len(sides)], parameters, [1e-5] * len(units), statistics), inputs
+    return BlockRun(units[: len(sides)], parameters, statistics), inputs
 
 
 def launch_run(task: Task) -> None:

@@ -116,7 +116,7 @@ def launch_blocks(
 
     launches.precision = conv.precision(dtype)
     run, inputs = run_of_blocks(sides, blocks, (dtype, stream or dtype), image, weight, vector)
-    run.eps[0] = 1
+    run.units[0] = run.units[0]._replace(eps=1)
     frozen = run._replace(units=[u._replace(uses_batch=False) for u in run.units])
     of_batch = run._replace(statistics=[run.statistics[0], *[None] * (len(inputs) - 1)])
     for any_run in (of_batch, frozen):

@@ -154,9 +154,9 @@ def test_other_weight_gradients_of_a_run_do_not_change_its_bits():
     norm = Norm(torch.zeros(16), torch.ones(16), torch.ones(16), torch.zeros(16), 0.0)
     inputs = inputs._replace(dy=Gradient(nhwc(dy)), x=nhwc(torch.ones_like(dy)), norm=norm)
     alone = call(kernels(), case, inputs, Wanted(True, True))["conv_weight"]
-    units = [unit(case, inputs)] * 2
+    units = [unit(case, inputs)._replace(eps=0.0)] * 2
     parameters = [Parameters(norm.weight, norm.bias, inputs.conv_weight)] * 2
-    run = BlockRun(units, parameters, [0.0] * 2, [Statistics(norm.mean, norm.var)] * 2)
+    run = BlockRun(units, parameters, [Statistics(norm.mean, norm.var)] * 2)
     found = kernels().block_run_backward(run, inputs.dy, [inputs.x] * 2, None)
     assert torch.equal(found.parameters[1].conv_weight, alone)
 

@@ -48,12 +48,15 @@ def by_units():
 
 
 def stage_of(width, blocks=2, dtype=torch.bfloat16, **options):
-    """Every batch norm has an eps and a momentum of its own."""
+    """Every batch norm has a momentum of its own, and an eps by its place in the block."""
     blocks = [random_block("bottleneck", 4 * width, width) for _ in range(blocks)]
     stage = in_dtype(pk.PreActStage(blocks, **options), dtype).to(DEVICE)
     norms = [m for m in stage.modules() if isinstance(m, nn.BatchNorm2d)]
     for place, norm in enumerate(norms, 1):
-        norm.eps, norm.momentum = 0.02 * place, 0.5 / place
+        norm.momentum = 0.5 / place
+    for block in stage:
+        for place, (norm, _) in enumerate(block.units(), 1):
+            norm.eps = 0.04 * place
     return stage
 
 
@@ -360,7 +363,7 @@ def test_a_wrong_argument_is_an_error_that_names_it():
     run, _ = recorded_run(stage_of(64), x)
     lists = map(list, zip(*run.parameters, strict=True))
     given = dict(zip(("bn_weights", "bn_biases", "conv_weights"), lists, strict=True))
-    given |= {"means": [], "variances": [], "eps": [*run.eps]}
+    given |= {"means": [], "variances": [], "eps": run.eps}
     given |= {"units_per_block": 3, "dtype": torch.bfloat16}
     arguments = {"x": x, **given, "with_stats": True, "kept_blocks": [0], "keep_unit_inputs": True}
     op = torch.ops.preact_kernels_cuda.resident_run_forward
@@ -394,7 +397,7 @@ def test_a_wrong_argument_of_the_backward_is_an_error_that_names_it():
     arguments = {"g": random_input(64), "skip": None, **dict.fromkeys(steps), "step_eps": 0.0}
     arguments |= {"step_sums": None, "step_inv_count": 0.0}
     arguments |= dict(zip(names, map(list, lists), strict=True))
-    arguments |= {"eps": [*run.eps], "units_per_block": 3, "dtype": torch.bfloat16}
+    arguments |= {"eps": run.eps, "units_per_block": 3, "dtype": torch.bfloat16}
     arguments |= {"inputs": list(found.inputs), "kept_blocks": [0, 1], "inv_count": 1 / 128}
     arguments |= {"y": None, "negated": []}
     op = torch.ops.preact_kernels_cuda.resident_run_backward

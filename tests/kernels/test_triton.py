@@ -180,14 +180,14 @@ def test_a_deferred_step_gives_the_bits_of_the_whole_gradient(
 
 
 def plain_stage(kind="bottleneck", channels=17, blocks=3, **options):
-    """Blocks without projections. Every batch norm has another eps."""
+    """Blocks without projections. The batch norms of a block have different eps."""
     width = channels // 4 if kind == "bottleneck" else channels
     if kind == "bottleneck":
         channels = 4 * width
     stage = pk.PreActStage([random_block(kind, channels, width) for _ in range(blocks)], **options)
-    norms = [m for m in stage.modules() if isinstance(m, torch.nn.BatchNorm2d)]
-    for index, bn in enumerate(norms):
-        bn.eps = 1e-3 * (index + 1)
+    for block in stage:
+        for index, (bn, _) in enumerate(block.units()):
+            bn.eps = 1e-3 * (index + 1)
     return stage.to(DEVICE), torch.randn(2, channels, 3, 5)
 
 

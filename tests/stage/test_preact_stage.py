@@ -181,15 +181,15 @@ def cpu_backend(poisoned_memory):
 
 
 def direct_stage(kind="bottleneck", bare=2, **options):
-    """A projected, a strided and bare blocks that the library runs, each norm with its own eps."""
+    """A projected, a strided and bare blocks that the library runs, with an eps for each unit."""
     expansion = 4 if kind == "bottleneck" else 1
     blocks = [random_block(kind, 10, 8), random_block(kind, 8 * expansion, DIRECT_WIDTH, 2)]
     channels = DIRECT_WIDTH * expansion
     blocks += [random_block(kind, channels, DIRECT_WIDTH) for _ in range(bare)]
     stage = pk.PreActStage(blocks, **options)
-    norms = [m for m in stage.modules() if isinstance(m, torch.nn.BatchNorm2d)]
-    for index, bn in enumerate(norms):
-        bn.eps = 1e-3 * (index + 1)
+    for block in stage:
+        for index, (bn, _) in enumerate(block.units()):
+            bn.eps = 1e-3 * (index + 1)
     return stage
 
 
@@ -244,7 +244,7 @@ def test_native_runs_stop_at_a_projection_that_keeps_the_shape(cpu_backend, monk
     expected = unit_by_unit(evaluate, stage, inputs)
     calls = recorded_calls(cpu.kernels(), "block_run_backward", monkeypatch)
     assert_same_bits(evaluate(stage, inputs), expected)
-    assert {len(run.eps) for run, *_ in calls} == {2}  # a block each
+    assert {len(run.parameters) for run, *_ in calls} == {2}  # a block each
 
 
 @pytest.mark.calls(FORWARD)
@@ -278,7 +278,7 @@ def test_native_runs_stop_at_frozen_parameters(memory, frozen, blocks, cpu_backe
     expected = unit_by_unit(evaluate, stage, inputs, frozen=names)
     calls = recorded_calls(cpu.kernels(), "block_run_backward", monkeypatch)
     assert_same_bits(evaluate(stage, inputs, frozen=names), expected)
-    assert {len(run.eps) for run, *_ in calls} == {3 * count for count in blocks}
+    assert {len(run.parameters) for run, *_ in calls} == {3 * count for count in blocks}
 
 
 def test_a_stage_has_the_keys_of_a_sequential():

@@ -46,7 +46,7 @@ def run_norms(run: BlockRun, statistics: Sequence[Statistics]) -> list[Any]:
             (*variances, *missing),
             all_aligned(bn_weights),
             all_aligned(bn_biases),
-            map(float, run.eps),  # Triton compiles another kernel for an int
+            run.eps,
         )
     )
 
