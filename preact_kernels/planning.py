@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from preact_kernels.conversion import user_modules
 from preact_kernels.conversion.norm_modules import is_norm
+from preact_kernels.kernels.contract import Block
 from preact_kernels.memory import check_model_and_input, saved_storages
 from preact_kernels.modules.blocks import PreActBlock, fused_blocks
 from preact_kernels.modules.preact_stage import PreActStage, is_fusable
-from preact_kernels.ops.block_arguments import Block, BlockArguments
+from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.blocks import stage_values
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
 from preact_kernels.ops.preact_stage import Recorder, StageCall, preact_stage

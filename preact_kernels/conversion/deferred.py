@@ -36,7 +36,7 @@ class Operation(NamedTuple):
 
 # Runs consecutive blocks. Arguments: the blocks, their input, the module of the first batch norm
 # (if known), and the dtype of the convolutions.
-StageRunner = Callable[[list[BlockArguments], Tensor, nn.Module | None, torch.dtype], Tensor]
+StageRunner = Callable[[Sequence[BlockArguments], Tensor, nn.Module | None, torch.dtype], Tensor]
 
 
 class Recording(Protocol):

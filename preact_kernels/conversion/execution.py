@@ -5,19 +5,19 @@ results stay in NHWC, and results that the program reads are converted back.
 """
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from preact_kernels import call_stack, torch_compat
-from preact_kernels.activations import Activation
 from preact_kernels.conversion import user_modules
 from preact_kernels.conversion.deferred import Node, Recording, become_plain
-from preact_kernels.conversion.matching import Activated, Match, Matcher, Unit
+from preact_kernels.conversion.matching import Match, Matcher
 from preact_kernels.conversion.operations import (
     ACTIVATION,
     CALL,
@@ -33,15 +33,11 @@ from preact_kernels.conversion.operations import (
 from preact_kernels.conversion.recomputation import MOST_UNITS, Recomputation, Recomputed
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.dropout import Mask
-from preact_kernels.norms import BatchNorm, GroupNorm, InstanceNorm, NormArguments
-from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift
-from preact_kernels.ops.block_arguments import BlockArguments
+from preact_kernels.norms import GroupNorm, InstanceNorm
 from preact_kernels.ops.memory_mode import MemoryMode
-from preact_kernels.ops.node import norm_act_conv_of, norm_act_of
+from preact_kernels.ops.node import run_unit
 from preact_kernels.ops.preact_stage import preact_stage
 
-_IDENTITY = Activation("identity")
 # Operations after a fused operation that a backward may compute again.
 _REPEATED = (SCALE, SHIFT, ACTIVATION, PAD, CALL, CONV)
 
@@ -92,7 +88,7 @@ def _note(
             if node.operation is NORM:
                 conv = _module(convs.get(node))
                 reference = None if conv is None else weakref.ref(conv)
-                reason = "" if m.units else m.reason or read()
+                reason = "" if m.has_conv else m.reason or read()
                 found.append((_module(node), Outcome(m.name, reason, reference)))
     for node, reason in refused.items():
         found.append((_module(node), Outcome("", reason or read())))
@@ -186,22 +182,15 @@ class _Execution:
         if not step.name:
             return self._plain(step.end, inputs)
         if not step.blocks:
-            return _UnitCall.of(step).run(*inputs)
+            x, *residual = inputs
+            return run_unit(x, step.units[0].arguments(x), *residual, channels_last=True)
         first = step.nodes[0]
-        blocks = [
-            BlockArguments(
-                [(_batch_norm(u), _conv(u)) for u in b.units],
-                _conv(b.projection) if b.projection else None,
-                b.add is not None,
-            )
-            for b in step.blocks
-        ]
         module = _module(first)
         if self._region.run_stage is not None:
-            return self._region.run_stage(blocks, inputs[0], module, step.end.dtype)
+            return self._region.run_stage(step.blocks, inputs[0], module, step.end.dtype)
         name = user_modules.memory_of(module, first.memory)
         self._saves_output = name != "store"
-        return preact_stage(blocks, inputs[0], step.end.dtype, MemoryMode(name))
+        return preact_stage(step.blocks, inputs[0], step.end.dtype, MemoryMode(name))
 
     def _recompute(self, step: Match, inputs: list[Tensor], y: Tensor) -> None:
         """Lets backward compute `y` again if it is an inner tensor of a block.
@@ -212,13 +201,14 @@ class _Execution:
         end = step.end
         if not self._may_recompute or len(inputs) > 1 or not y.requires_grad:
             return
-        if self._is_read_outside(end) or (self._reads[end] > 1 and not step.activated):
+        is_activation = bool(step.name) and not step.has_conv
+        if self._is_read_outside(end) or (self._reads[end] > 1 and not is_activation):
             return
         found = self._recomputation.find(step.inputs[0], inputs[0])
         units = 0 if found is None else found.units
         is_inner = step.nodes[0].memory == "checkpoint" if step.name else units > 0
         units += bool(step.name) or end.operation is CONV
-        call = _call_again(step) if is_inner and units <= MOST_UNITS else None
+        call = _call_again(step, inputs[0]) if is_inner and units <= MOST_UNITS else None
         if call is not None:
             others = [t for n in step.nodes for t in n.inputs if isinstance(t, Tensor)]
             others = [t for t in others if t is not step.inputs[0]]
@@ -284,83 +274,17 @@ class _Execution:
             self._values[node] = self._copied(node, value, inside) if is_nchw else value
 
 
-def _norm(norm: Node) -> NormArguments:
-    return norm.settings.arguments(cast(Sequence[Tensor], norm.inputs[1:]))
-
-
-def _batch_norm(unit: Unit) -> BatchNorm:
-    return cast(BatchNorm, _norm(unit.norm))
-
-
-def _conv(unit: Unit) -> ConvArguments:
-    weight, *bias = cast(Sequence[Tensor], unit.conv.inputs[1:])
-    if unit.bias is not None:  # its dtype converts to the result's without rounding
-        bias = [cast(Tensor, unit.bias.inputs[1]).flatten().to(weight.dtype)]
-    stride, padding, dilation, groups = unit.conv.settings.conv
-    if unit.pads:
-        padding = tuple(a + b for a, b in zip(padding, unit.padding, strict=True))
-    return ConvArguments(weight, bias[0] if bias else None, stride, padding, dilation, groups)
-
-
-class _UnitCall(NamedTuple):
-    """A unit, or a norm and activation, as a function of NHWC tensors."""
-
-    norm: NormArguments
-    activation: Activation
-    scale: Tensor | None
-    shift: Tensor | None
-    conv: ConvArguments | None
-    mask: Mask | None
-
-    @staticmethod
-    def of(step: Match) -> "_UnitCall":
-        unit = step.units[0] if step.units else None
-        found = cast(Activated, step.activated if unit is None else unit.activated)
-        scale, shift = (
-            None if node is None else cast(Tensor, node.inputs[1])
-            for node in (found.scale, found.shift)
-        )
-        activation = _IDENTITY if found.activation is None else found.activation.settings
-        conv = mask = None
-        if unit is not None:
-            conv, mask = _conv(unit), None if unit.dropout is None else unit.dropout.settings
-        return _UnitCall(_norm(found.norm), activation, scale, shift, conv, mask)
-
-    def run(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        conv, scale_shift = self.conv, self._scale_shift(x)
-        if conv is None:
-            return norm_act_of(x, self.norm, self.activation, scale_shift, channels_last=True)
-        rest = conv, residual, scale_shift
-        return norm_act_conv_of(
-            x, self.norm, self.activation, *rest, mask=self.mask, channels_last=True
-        )
-
-    def again(self) -> "_UnitCall":
-        """Returns the call for a backward, which does not update running statistics."""
-        norm = self.norm
-        if norm.running_mean is not None and norm.training:
-            norm = norm._replace(running_mean=None, running_var=None, momentum=0.0)
-        return self._replace(norm=norm)
-
-    def _scale_shift(self, x: Tensor) -> ScaleShift:
-        if self.scale is None and self.shift is None:
-            return NO_SCALE_SHIFT
-
-        def rows(t: Tensor | None) -> Tensor | None:
-            if t is None:
-                return None
-            dtype = torch.promote_types(x.dtype, t.dtype)
-            return t.expand(x.shape[0], *t.shape[1:]).flatten(1).to(dtype)
-
-        return ScaleShift(shift=rows(self.shift), factor=rows(self.scale))
-
-
-def _call_again(step: Match) -> Callable[[Tensor], Tensor] | None:
+def _call_again(step: Match, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Returns a function that computes a step again in a backward, or None to save its result."""
     node = step.end
     if step.name:
-        call = None if step.blocks else _UnitCall.of(step)
-        return None if call is None or call.norm.process_group else call.again().run
+        given = None if step.blocks else step.units[0].arguments(x)
+        if given is None or given.norm.process_group:
+            return None
+        if given.norm.running_mean is not None and given.norm.training:  # no second update
+            norm = given.norm._replace(running_mean=None, running_var=None, momentum=0.0)
+            given = given._replace(norm=norm)
+        return functools.partial(run_unit, given=given, channels_last=True)
     if node.operation not in _REPEATED or _is_unsafe(node):
         return None
     run, settings, rest = node.operation.run, node.settings, node.inputs[1:]

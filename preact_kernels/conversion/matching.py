@@ -1,11 +1,12 @@
 """Finds recorded nodes that can run fused: units, residual blocks, runs of blocks."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
-from preact_kernels.activations import ACTIVATIONS
+from preact_kernels.activations import ACTIVATIONS, DEFAULTS
 from preact_kernels.conversion.deferred import Node
 from preact_kernels.conversion.operations import (
     ACTIVATION,
@@ -20,92 +21,92 @@ from preact_kernels.conversion.operations import (
     tracked_statistics,
 )
 from preact_kernels.norms import BatchNorm
+from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift, UnitArguments
+from preact_kernels.ops.block_arguments import BlockArguments
 
 
-class Activated(NamedTuple):
-    """A norm, and optionally a scale, a shift and an activation."""
+class Chain(NamedTuple):
+    """The nodes of a unit: a norm, and what runs fused with it."""
 
     norm: Node
     scale: Node | None = None
     shift: Node | None = None
     activation: Node | None = None
+    dropout: Node | None = None
+    pads: tuple[Node, ...] = ()
+    padding: tuple[int, ...] = ()  # pixels that `pads` add at both sides of each axis
+    conv: Node | None = None
+    bias: Node | None = None  # addition of a bias after a convolution without a bias
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(n for n in self if n is not None)
+        """The nodes, in order."""
+        first = self.norm, self.scale, self.shift, self.activation, self.dropout
+        return tuple(n for n in (*first, *self.pads, self.conv, self.bias) if n is not None)
 
     @property
     def end(self) -> Node:
-        return self.activation or self.shift or self.scale or self.norm
+        return self.nodes[-1]
 
     @property
-    def is_batch_norm_relu(self) -> bool:
-        """Whether this is a batch norm and a ReLU without scale and shift."""
-        activation = self.activation
+    def fits_stage(self) -> bool:
+        """Whether this is a BN-ReLU-Conv unit that a `BlockArguments` can contain."""
+        conv, activation = self.conv, self.activation
+        if conv is None or activation is None or activation.settings.name != "relu":
+            return False
+        parts = self.scale, self.shift, self.dropout, self.bias
+        has_others = any(n is not None for n in parts) or bool(self.pads) or len(conv.inputs) > 2
         return (
-            activation is not None
-            and activation.settings.name == "relu"
-            and self.scale is None
-            and self.shift is None
+            not has_others
             and type(self.norm.settings.norm) is BatchNorm
+            and len(conv.shape) == 4
+            and conv.dtype == self.norm.dtype
         )
 
     @property
     def name(self) -> str:
         parts = [self.norm.settings.norm.title]
-        if self.scale is not None:
-            parts.append("Scale")
-        if self.shift is not None:
-            parts.append("Shift")
+        named = ("Scale", self.scale), ("Shift", self.shift)
+        parts += [name for name, node in named if node is not None]
         if self.activation is not None:
             parts.append(ACTIVATIONS[self.activation.settings.name].title)
+        named = ("Dropout", self.dropout), ("Conv", self.conv)
+        parts += [name for name, node in named if node is not None]
         return "-".join(parts)
 
+    def arguments(self, x: Tensor | None = None) -> UnitArguments:
+        """The arguments of the unit for its input; scale and shift need `x`."""
+        norm, activation = self.norm, self.activation
+        return UnitArguments(
+            norm.settings.arguments(norm.inputs[1:]),
+            DEFAULTS["identity"] if activation is None else activation.settings,
+            self._conv(),
+            NO_SCALE_SHIFT if x is None else self._scale_shift(x),
+            mask=None if self.dropout is None else self.dropout.settings,
+        )
 
-class Unit(NamedTuple):
-    """A norm, activation, dropout, zero padding and convolution."""
+    def _conv(self) -> ConvArguments | None:
+        if self.conv is None:
+            return None
+        weight, *bias = cast(Sequence[Tensor], self.conv.inputs[1:])
+        if self.bias is not None:  # its dtype converts to the result's without rounding
+            bias = [cast(Tensor, self.bias.inputs[1]).flatten().to(weight.dtype)]
+        stride, padding, dilation, groups = self.conv.settings.conv
+        if self.pads:
+            padding = tuple(a + b for a, b in zip(padding, self.padding, strict=True))
+        return ConvArguments(weight, bias[0] if bias else None, stride, padding, dilation, groups)
 
-    activated: Activated
-    dropout: Node | None
-    pads: tuple[Node, ...]
-    padding: tuple[int, ...]  # pixels that `pads` add at both sides of each axis
-    conv: Node
-    bias: Node | None  # addition of a bias after a convolution without a bias
+    def _scale_shift(self, x: Tensor) -> ScaleShift:
+        def rows(node: Node | None) -> Tensor | None:
+            if node is None:
+                return None
+            t = cast(Tensor, node.inputs[1])
+            dtype = torch.promote_types(x.dtype, t.dtype)
+            return t.expand(x.shape[0], *t.shape[1:]).flatten(1).to(dtype)
 
-    @property
-    def norm(self) -> Node:
-        return self.activated.norm
-
-    @property
-    def end(self) -> Node:
-        return self.bias or self.conv
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        others = (self.dropout, *self.pads, self.conv, self.bias)
-        return (*self.activated.nodes, *(n for n in others if n is not None))
-
-    @property
-    def fits_stage(self) -> bool:
-        conv = self.conv
-        has_bias = self.bias is not None or len(conv.inputs) > 2
-        if has_bias or self.pads or self.dropout is not None:
-            return False
-        if len(conv.shape) != 4 or conv.dtype != self.norm.dtype:
-            return False
-        return self.activated.is_batch_norm_relu
-
-    @property
-    def name(self) -> str:
-        return f"{self.activated.name}{'' if self.dropout is None else '-Dropout'}-Conv"
-
-
-class Block(NamedTuple):
-    """Consecutive units, with a shortcut if `add` is not None."""
-
-    units: tuple[Unit, ...]
-    projection: Unit | None
-    add: Node | None
+        if self.scale is None and self.shift is None:
+            return NO_SCALE_SHIFT
+        return ScaleShift(shift=rows(self.shift), factor=rows(self.scale))
 
 
 class Match(NamedTuple):
@@ -116,49 +117,56 @@ class Match(NamedTuple):
         nodes: all nodes; if they run fused, the first node is a norm.
         end: the node of the output.
         inputs: images that the match reads.
-        units: all units, including projections; empty for a norm and activation alone.
-        blocks: consecutive blocks in one autograd node; empty for a unit, or a norm and activation.
-        activated: a norm and activation alone.
-        reason: why `activated` runs without a convolution; empty: because of `execute`'s reader.
+        units: all units, including projections.
+        blocks: consecutive blocks in one autograd node; empty for a single unit.
+        reason: why no convolution runs fused; empty: because of `execute`'s reader.
     """
 
     name: str
     nodes: tuple[Node, ...]
     end: Node
     inputs: tuple[Node | Tensor, ...]
-    units: tuple[Unit, ...] = ()
-    blocks: tuple[Block, ...] = ()
-    activated: Activated | None = None
+    units: tuple[Chain, ...] = ()
+    blocks: tuple[BlockArguments, ...] = ()
     reason: str = ""
 
+    @property
+    def has_conv(self) -> bool:
+        """Whether a convolution runs fused."""
+        return bool(self.units) and self.units[0].conv is not None
 
-def _block_match(*blocks: Block) -> Match:
-    """Returns the match of a residual block, or of units as blocks without a shortcut."""
-    projections = tuple(b.projection for b in blocks if b.projection is not None)
-    units = (*(u for b in blocks for u in b.units), *projections)
-    end = blocks[-1].add or blocks[-1].units[-1].end
+
+def _match(name: str, units: Sequence[Chain], blocks: Sequence[BlockArguments], end: Node) -> Match:
     nodes = tuple(dict.fromkeys([*(n for u in units for n in u.nodes), end]))
-    name = f"BN-ReLU-Conv, {len(units)} in a row"
-    return Match(name, nodes, end, (nodes[0].inputs[0],), units, blocks)
+    return Match(name, nodes, end, (nodes[0].inputs[0],), tuple(units), tuple(blocks))
+
+
+def _block_match(units: Sequence[Chain], projection: Chain | None, add: Node) -> Match:
+    """Returns the match of a residual block."""
+    shortcut = None if projection is None else projection.arguments().conv
+    block = BlockArguments([u.arguments() for u in units], shortcut)
+    everything = units if projection is None else [*units, projection]
+    return _match("residual block", everything, [block], add)
+
+
+def _row_matches(units: list[Chain]) -> list[Match]:
+    """Returns the match of consecutive units without a shortcut."""
+    if len(units) < 2:
+        return [_match(u.name, [u], (), u.end) for u in units]
+    blocks = [BlockArguments([u.arguments()], None, is_residual=False) for u in units]
+    return [_match(f"BN-ReLU-Conv, {len(units)} in a row", units, blocks, units[-1].end)]
 
 
 def _joined_match(matches: Sequence[Match]) -> Match:
     """Joins matches of blocks that each read the output of the previous block."""
     first = matches[0]
-    if not first.blocks or first.blocks[0].add is None:
+    if len(matches) == 1:
         return first
-    blocks = tuple(b for m in matches for b in m.blocks)
+    name = f"run of {len(matches)} residual blocks"
     nodes = tuple(n for m in matches for n in m.nodes)
     units = tuple(u for m in matches for u in m.units)
-    name = f"run of {len(blocks)} residual blocks" if len(blocks) > 1 else "residual block"
+    blocks = tuple(b for m in matches for b in m.blocks)
     return Match(name, nodes, matches[-1].end, first.inputs, units, blocks)
-
-
-def _row_matches(units: list[Unit]) -> list[Match]:
-    """Returns the match of consecutive units without a shortcut."""
-    if len(units) > 1:
-        return [_block_match(*(Block((u,), None, None) for u in units))]
-    return [Match(u.name, u.nodes, u.end, (u.norm.inputs[0],), (u,)) for u in units]
 
 
 def _is_wanted(node: Node) -> bool:
@@ -171,7 +179,7 @@ class Matcher:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._order = {n: i for i, n in enumerate(nodes)}
-        self._activated: dict[Node, Activated] = {}  # candidates for fusion, by norm
+        self._chains: dict[Node, Chain] = {}  # candidates for fusion up to the activation, by norm
         self._refused: dict[Node, str] = {}
         self._added: set[Node] = set()  # additions that are part of a match
 
@@ -179,14 +187,14 @@ class Matcher:
         """Returns the matches, and for each other norm why it is not in a match."""
         for node in self._order:
             if node.operation is NORM:
-                activated = self._activated_by(node)
-                if isinstance(activated, str):
-                    self._refused[node] = activated
+                chain = self._chain_from(node)
+                if isinstance(chain, str):
+                    self._refused[node] = chain
                 else:
-                    self._activated[node] = activated
+                    self._chains[node] = chain
         matches: list[Match] = []
         taken: set[Node] = set()
-        for norm in self._activated:
+        for norm in self._chains:
             if norm not in taken:
                 new = self._matches_from(norm)
                 matches += new
@@ -207,9 +215,9 @@ class Matcher:
             return None
         return readers[0]
 
-    def _activated_by(self, norm: Node) -> Activated | str:
-        """Returns the nodes that can run fused with a norm, or why there are none."""
-        found = Activated(norm)
+    def _chain_from(self, norm: Node) -> Chain | str:
+        """Returns the nodes up to the activation that run fused with a norm, or why none do."""
+        found = Chain(norm)
         reader = self._only_reader(norm)
         if reader is None:
             return "its output is used more than once" if len(self._readers(norm)) > 1 else ""
@@ -241,13 +249,13 @@ class Matcher:
             for u in self._readers(node)
         )
 
-    def _units(self, norm: Node) -> list[Unit] | str:
+    def _units(self, norm: Node) -> list[Chain] | str:
         """Returns a unit per reader of the activation, or why a reader cannot be in a unit.
 
         The reason is empty if only the program reads the activation.
         """
-        activated = self._activated[norm]
-        end = activated.end
+        chain = self._chains[norm]
+        end = chain.end
         readers = self._readers(end)
         if end.is_held:
             return "the program holds its activation" if readers else ""
@@ -273,8 +281,8 @@ class Matcher:
                 reads, node = node, following
             if node.operation is not CONV or node.inputs[0] is not reads:
                 return f"no convolution follows ({function_name(node)})"
-            bias = self._bias_after(node)
-            units.append(Unit(activated, dropout, tuple(pads), padding, node, bias))
+            unit = chain._replace(dropout=dropout, pads=tuple(pads), padding=padding)
+            units.append(unit._replace(conv=node, bias=self._bias_after(node)))
         return units or "nothing reads its activation"
 
     def _bias_after(self, conv: Node) -> Node | None:
@@ -284,58 +292,56 @@ class Matcher:
             return None
         return reader if reader.inputs[1].shape[0] == 1 else None
 
-    def _chain(self, unit: Unit) -> list[Unit]:
+    def _row(self, unit: Chain) -> list[Chain]:
         """Returns `unit` and following units, if each alone reads the output of the previous."""
-        chain = [unit]
-        while chain[-1].fits_stage:
-            reader = self._only_reader(chain[-1].conv)
-            units = self._units(reader) if reader in self._activated else ""
+        row = [unit]
+        while row[-1].fits_stage:
+            reader = self._only_reader(row[-1].end)
+            units = self._units(reader) if reader in self._chains else ""
             if isinstance(units, str) or len(units) != 1 or not units[0].fits_stage:
                 break
-            chain += units
-        return chain
+            row += units
+        return row
 
     def _matches_from(self, norm: Node) -> list[Match]:
         """Returns the matches of a norm, its activation and the units after them."""
         units, x = self._units(norm), norm.inputs[0]
         if len(units) == 2 and not isinstance(units, str):
             for unit, projection in (units, units[::-1]):
-                if block := self._projecting_block(self._chain(unit), projection):
-                    return [_block_match(block)]
+                if block := self._projecting_block(self._row(unit), projection):
+                    return [block]
         if isinstance(units, str) or len(units) != 1:
             reason = units if isinstance(units, str) else "several convolutions read its activation"
-            found = self._activated[norm]
+            found = self._chains[norm]
             if found.activation is None and found.scale is None:
                 self._refused[norm] = reason
                 return []
-            name, nodes = found.name, found.nodes
-            return [Match(name, nodes, found.end, (x,), activated=found, reason=reason)]
-        chain = self._chain(units[0])
-        last = chain[-1].end
+            return [_match(found.name, [found], (), found.end)._replace(reason=reason)]
+        row = self._row(units[0])
+        last = row[-1].end
         add = self._only_reader(last)
         is_sum = add is not None and add.operation is ADD and add not in self._added
         if add is None or not is_sum or add.inputs[0] is add.inputs[1]:
-            return _row_matches(chain)
+            return _row_matches(row)
         other = add.inputs[1] if add.inputs[0] is last else add.inputs[0]
-        if other is x and all(u.fits_stage for u in chain) and x.dtype == last.dtype:
-            return [_block_match(Block(tuple(chain), None, add))]
+        if other is x and all(u.fits_stage for u in row) and x.dtype == last.dtype:
+            return [_block_match(row, None, add)]
         if other.dtype != last.dtype:
-            return _row_matches(chain)
-        unit = chain[-1]
-        nodes, inputs = (*unit.nodes, add), (unit.norm.inputs[0], other)
-        last_match = Match(f"{unit.name} and residual add", nodes, add, inputs, (unit,))
-        return [*_row_matches(chain[:-1]), last_match]
+            return _row_matches(row)
+        last_match = _match(f"{row[-1].name} and residual add", row[-1:], (), add)
+        last_match = last_match._replace(inputs=(*last_match.inputs, other))
+        return [*_row_matches(row[:-1]), last_match]
 
-    def _projecting_block(self, chain: list[Unit], projection: Unit) -> Block | None:
-        last = chain[-1].conv
+    def _projecting_block(self, row: list[Chain], projection: Chain) -> Match | None:
+        last = row[-1].end
         add = self._only_reader(last)
         if add is None or add.operation is not ADD or add in self._added:
             return None
-        if not projection.fits_stage or self._only_reader(projection.conv) is not add:
+        if not projection.fits_stage or self._only_reader(projection.end) is not add:
             return None
-        if set(add.inputs) != {last, projection.conv} or not all(u.fits_stage for u in chain):
+        if set(add.inputs) != {last, projection.end} or not all(u.fits_stage for u in row):
             return None
-        return Block(tuple(chain), projection, add)
+        return _block_match(row, projection, add)
 
     def _joined(self, found: list[Match]) -> list[Match]:
         """Joins residual blocks to runs if each alone reads the output of the previous block.
@@ -354,11 +360,10 @@ class Matcher:
         """Whether a residual block continues the run that ends with `before`."""
         if not (before.blocks and m.blocks) or m.inputs[0] is not before.end:
             return False
-        block = m.blocks[0]
         return (
-            before.blocks[0].add is not None
-            and block.add is not None
-            and block.projection is None
+            before.blocks[0].is_residual
+            and m.blocks[0].is_residual
+            and m.blocks[0].projection is None
             and m.nodes[0].memory == before.nodes[0].memory
             and not before.end.is_held
             and all(reader in m.nodes for reader in before.end.users)

@@ -98,6 +98,24 @@ class Unit(NamedTuple):
     norm_groups: int | None = None  # groups of channels per image; None: statistics per channel
 
 
+class Block(NamedTuple):
+    """Shapes, dtypes and options of a residual block; hashable.
+
+    A projection reads the activation of the first unit.
+    """
+
+    units: tuple[Unit, ...]
+    projection: Unit | None  # None: the shortcut is the input
+    is_residual: bool = True  # False: no shortcut, `y = F(x)`
+
+    def shapes(self, shape: Sequence[int]) -> list[Sequence[int]]:
+        """Shapes of the inputs of all units and of the output, for an input of `shape`."""
+        shapes = [shape]
+        for unit in self.units:
+            shapes.append(unit.conv.output_shape(shapes[-1], unit.weight_shape))
+        return shapes
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")

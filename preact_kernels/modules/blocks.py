@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from preact_kernels.activations import RELU
 from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
 from preact_kernels.modules.conv import conv_arguments, is_stage_conv, plain_conv
 from preact_kernels.norms import BatchNorm, process_group
 from preact_kernels.ops import checks
+from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
@@ -130,7 +132,8 @@ def fused_blocks(
 def _arguments(block: PreActBlock, upcasts: bool) -> BlockArguments:
     units = []
     for bn, conv in block.units():
-        units.append((BatchNorm.of_module(bn, upcasts=upcasts), conv_arguments(conv)))
+        norm = BatchNorm.of_module(bn, upcasts=upcasts)
+        units.append(UnitArguments(norm, RELU, conv_arguments(conv)))
     projection = block.projection()
     shortcut = None if projection is None else conv_arguments(projection)
     return BlockArguments(units, shortcut, block.is_residual)

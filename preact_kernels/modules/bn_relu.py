@@ -6,8 +6,9 @@ from torch.nn import functional as F
 
 from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
 from preact_kernels.norms import BatchNorm
+from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.checks import check_count, check_norm_numbers
-from preact_kernels.ops.node import norm_act_of
+from preact_kernels.ops.node import run_unit
 from preact_kernels.ops.plain_operators import runs_plain
 
 
@@ -51,4 +52,5 @@ class BNReLU2d(nn.Module):
             y = plain_batch_norm(self.bn, x, self.residual_dtype)
             return F.relu(y, inplace=is_bare_norm(self.bn))
         upcasts = self.residual_dtype is not None and x.dtype == self.residual_dtype
-        return norm_act_of(x, BatchNorm.of_module(self.bn, upcasts=upcasts), prefix="bn_", dims=4)
+        given = UnitArguments(BatchNorm.of_module(self.bn, upcasts=upcasts))
+        return run_unit(x, given, prefix="bn_", dims=4)

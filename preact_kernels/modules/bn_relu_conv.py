@@ -11,7 +11,8 @@ from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
 from preact_kernels.modules.conv import conv_arguments, is_bare_conv, plain_conv
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
-from preact_kernels.ops.node import norm_act_conv_of
+from preact_kernels.ops.arguments import UnitArguments
+from preact_kernels.ops.node import run_unit
 from preact_kernels.ops.plain import chain
 from preact_kernels.ops.plain_operators import runs_plain
 
@@ -116,5 +117,5 @@ class BNReLUConv2d(nn.Module):
             relu = partial(F.relu, inplace=is_bare_norm(bn))
             own = partial(plain_batch_norm, bn), relu, partial(plain_conv, conv)
             return chain(x, *own, residual=residual)
-        arguments = BatchNorm.of_module(bn), RELU, conv_arguments(conv)
-        return norm_act_conv_of(x, *arguments, residual, prefix="bn_", dims=4)
+        given = UnitArguments(BatchNorm.of_module(bn), RELU, conv_arguments(conv))
+        return run_unit(x, given, residual, prefix="bn_", dims=4)

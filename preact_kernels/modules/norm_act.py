@@ -16,8 +16,8 @@ from preact_kernels.modules.norm import (
     norm_arguments,
     plain_norm,
 )
-from preact_kernels.ops.arguments import ScaleShift, scale_shift_of
-from preact_kernels.ops.node import norm_act_of
+from preact_kernels.ops.arguments import ScaleShift, UnitArguments, scale_shift_of
+from preact_kernels.ops.node import run_unit
 from preact_kernels.ops.plain import chain
 from preact_kernels.ops.plain_operators import runs_plain
 
@@ -59,8 +59,9 @@ class NormAct(nn.Module):
         if activation is None or not is_readable or runs_plain(x, scale, shift):
             own = partial(plain_norm, norm), partial(plain_activation, self)
             return chain(x, *own, scale_shift=ScaleShift(scale, shift))
-        arguments = norm_arguments(norm, x), activation, scale_shift_of(scale, shift)
-        return norm_act_of(x, *arguments, prefix="norm.")
+        scale_shift = scale_shift_of(scale, shift)
+        given = UnitArguments(norm_arguments(norm, x), activation, None, scale_shift)
+        return run_unit(x, given, prefix="norm.")
 
     def extra_repr(self) -> str:
         return activation_repr(self)

@@ -20,9 +20,9 @@ from preact_kernels.modules.norm import (
     norm_arguments,
     plain_norm,
 )
-from preact_kernels.ops.arguments import ScaleShift, scale_shift_of
+from preact_kernels.ops.arguments import ScaleShift, UnitArguments, scale_shift_of
 from preact_kernels.ops.dropout import check_dropout
-from preact_kernels.ops.node import norm_act_conv_of
+from preact_kernels.ops.node import run_unit
 from preact_kernels.ops.plain import chain
 from preact_kernels.ops.plain_operators import runs_plain
 
@@ -97,9 +97,9 @@ class NormActConv(nn.Module):
                 dropout=dropout if self.dropout else None,
                 residual=residual,
             )
-        arguments = norm_arguments(norm, x), activation, conv_arguments(conv)
-        rest = residual, scale_shift_of(scale, shift), self.dropout if self.training else 0.0
-        return norm_act_conv_of(x, *arguments, *rest, prefix="norm.", dims=conv.weight.dim())
+        rest = scale_shift_of(scale, shift), self.dropout if self.training else 0.0
+        given = UnitArguments(norm_arguments(norm, x), activation, conv_arguments(conv), *rest)
+        return run_unit(x, given, residual, prefix="norm.", dims=conv.weight.dim())
 
     def extra_repr(self) -> str:
         parts = [activation_repr(self), f"dropout={self.dropout}" if self.dropout else ""]

@@ -1,4 +1,4 @@
-"""What public functions and modules give to a unit besides its input and its norm."""
+"""The arguments of a unit, as functions, modules and converted models give them."""
 
 from typing import Any, NamedTuple
 
@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from preact_kernels.activations import RELU, Activation
+from preact_kernels.kernels.dropout import Mask
+from preact_kernels.norms import NormArguments
 from preact_kernels.ops import checks
 
 
@@ -87,6 +90,23 @@ NO_SCALE_SHIFT = ScaleShift()
 def scale_shift_of(scale: Tensor | None, shift: Tensor | None) -> ScaleShift:
     """Returns `NO_SCALE_SHIFT` itself if both are None."""
     return NO_SCALE_SHIFT if scale is None and shift is None else ScaleShift(scale, shift)
+
+
+class UnitArguments(NamedTuple):
+    """The arguments of a unit, `conv(dropout(act(norm(x) * (1 + scale) + shift)))`."""
+
+    norm: NormArguments
+    activation: Activation = RELU
+    conv: ConvArguments | None = None  # None: the unit ends with the activation
+    scale_shift: ScaleShift = NO_SCALE_SHIFT
+    dropout: float = 0.0  # probability of dropping an element of the activation
+    mask: Mask | None = None  # mask of dropout, if it is drawn already
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that the unit reads or updates besides its input."""
+        norm, conv = self.norm, self.conv
+        of_conv = () if conv is None else conv[:2]
+        return (*norm[:4], *of_conv, *self.scale_shift)
 
 
 @fx.wrap  # branches on shapes, unknown in a symbolic trace

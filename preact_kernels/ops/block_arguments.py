@@ -2,51 +2,33 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.contract import Conv, Unit, statistics_dtype
+from preact_kernels.kernels.contract import Block, Conv, Unit, statistics_dtype
 from preact_kernels.kernels.layout import check_storage, is_channels_last, readable_bytes
-from preact_kernels.norms import BatchNorm
+from preact_kernels.norms import BatchNorm, NormArguments
 from preact_kernels.ops import checks
-from preact_kernels.ops.arguments import ConvArguments
+from preact_kernels.ops.arguments import ConvArguments, UnitArguments
 
 
 class BlockArguments(NamedTuple):
     """The arguments of a block: consecutive BN-ReLU-Conv units, and a shortcut."""
 
-    units: Sequence[tuple[BatchNorm, ConvArguments]]  # convolutions have no bias
+    units: Sequence[UnitArguments]  # batch norm, ReLU and a convolution without bias
     projection: ConvArguments | None  # the shortcut; None: the input
     is_residual: bool = True  # False: no shortcut is added
 
     def weights(self) -> list[Tensor]:
         """The weights of the units' convolutions and of the projection, if any."""
         weights = []
-        for _, conv in self.units:
-            weights.append(conv.weight)
+        for unit in self.units:
+            weights.append(cast(ConvArguments, unit.conv).weight)
         if self.projection is not None:
             weights.append(self.projection.weight)
         return weights
-
-
-class Block(NamedTuple):
-    """Shapes, dtypes and options of a residual block; hashable.
-
-    A projection reads the activation of the first unit.
-    """
-
-    units: tuple[Unit, ...]
-    projection: Unit | None  # None: the shortcut is the input
-    is_residual: bool = True  # False: no shortcut, `y = F(x)`
-
-    def shapes(self, shape: Sequence[int]) -> list[Sequence[int]]:
-        """Shapes of the inputs of all units and of the output, for an input of `shape`."""
-        shapes = [shape]
-        for unit in self.units:
-            shapes.append(unit.conv.output_shape(shapes[-1], unit.weight_shape))
-        return shapes
 
 
 class StageContext(NamedTuple):
@@ -146,19 +128,20 @@ def _read(arguments: BlockArguments) -> list[Any]:
     """
     units, projection, is_residual = arguments
     vectors: list[Any] = []  # of norms
-    convs = [conv for _, conv in units]
+    convs = [unit.conv for unit in units]
     if projection is not None:
         convs.append(projection)
     key: list[Any] = [is_residual, len(units), len(convs)]
-    for bn, _ in units:
-        weight, bias, mean, var, training, momentum, eps, process_group, batch_count = bn[:9]
+    for unit in units:
+        weight, bias, mean, var, training, momentum, eps, process_group, batch_count = unit.norm[:9]
         if process_group is not None:
             raise TypeError
         key += (training, momentum, eps, type(momentum), type(eps), batch_count is None)
         key += (weight is None, bias is None, mean is None, var is None)
         vectors += (weight, bias, mean, var)
     weights: list[Tensor] = []
-    for weight, _, stride, padding, dilation, groups in convs:
+    for conv in convs:
+        weight, _, stride, padding, dilation, groups = cast(ConvArguments, conv)
         key += (weight.shape, weight.stride(), weight.dtype, weight.device)
         key += (stride, padding, dilation, groups, type(groups))
         weights.append(weight)
@@ -182,7 +165,7 @@ def _check(
 ) -> CheckedBlock:
     units: list[Unit] = []
     block_shape, stream, dtype = shape, context.stream_dtype, context.dtype
-    for bn, conv in arguments.units:
+    for bn, conv in map(_norm_and_conv, arguments.units):
         bn.check_numbers()
         bn.check_training(shape)
         _check_norm(bn, shape, context)
@@ -199,7 +182,7 @@ def _check(
     shapes = block.shapes(block_shape)
     if arguments.projection is not None:
         _check_weight(arguments.projection, block_shape, context)
-        bn, _ = arguments.units[0]
+        bn, _ = _norm_and_conv(arguments.units[0])
         unit = _unit(bn, arguments.projection, dtype, units[0].x_dtype, dtype)
         block = block._replace(projection=unit)
     if arguments.is_residual:
@@ -215,11 +198,15 @@ def _check(
         shapes,
         any(map(is_channels_last, weights)),
         any(weight.dtype != context.dtype for weight in weights),
-        all(_is_plain(bn, context.stream_dtype) for bn, _ in arguments.units),
+        all(_is_plain(unit.norm, context.stream_dtype) for unit in arguments.units),
     )
 
 
-def _is_plain(bn: BatchNorm, dtype: torch.dtype) -> bool:
+def _norm_and_conv(unit: UnitArguments) -> tuple[BatchNorm, ConvArguments]:
+    return cast(BatchNorm, unit.norm), cast(ConvArguments, unit.conv)
+
+
+def _is_plain(bn: NormArguments, dtype: torch.dtype) -> bool:
     """Whether `BatchNorm.affine` returns weight and bias as they are, for an input in `dtype`."""
     for t in (bn.weight, bn.bias):
         if t is None or t.dtype != statistics_dtype(dtype) or not t.is_contiguous():

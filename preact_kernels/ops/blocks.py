@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from preact_kernels.kernels.contract import (
     AffineStep,
+    Block,
     BlockKernels,
     BlockRun,
     Epilogue,
@@ -29,8 +30,7 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
-from preact_kernels.ops.block_arguments import Block
-from preact_kernels.ops.plain import plain_unit
+from preact_kernels.ops.plain import differentiable_unit
 from preact_kernels.ops.statistics import (
     batch_statistics,
     inv_count_of,
@@ -147,8 +147,9 @@ class Stage:
 
     def norm(self, index: int) -> Norm:
         """The norm of a unit."""
+        mean, var = self.statistics[index]
         unit, (bn_weight, bn_bias, _) = self.units[index], self.values.parameters[index]
-        return Norm(*self.statistics[index], bn_weight, bn_bias, unit.eps, *unit.activation)
+        return Norm(mean, var, bn_weight, bn_bias, unit.eps, *unit.activation)
 
     def runnable(self, x: Tensor) -> list[bool]:
         """Whether each block can be part of a run, for the input `x` of the stage."""
@@ -442,7 +443,7 @@ def differentiable_forward(
         x, skipped = None if skipped else h, 0
         for i, unit in units:
             weight = stage.values.parameters[i].conv_weight.to(unit.dtype)
-            a = plain_unit(unit, h, stage.norm(i)).to(unit.dtype)
+            a = differentiable_unit(unit, h, stage.norm(i)).to(unit.dtype)
             if h is x and block.projection is not None:
                 projection = stage.values.projections[index].to(unit.dtype)
                 x = F.conv2d(a, projection, None, *block.projection.conv)

@@ -1,5 +1,6 @@
-"""The public functions for units. All call `norm_act_of` or `norm_act_conv_of`."""
+"""The public functions for units."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -8,11 +9,30 @@ from torch.nn import functional as F
 from preact_kernels.activations import RELU
 from preact_kernels.norms import BatchNorm, GroupNorm
 from preact_kernels.ops.activation import activation_of
-from preact_kernels.ops.arguments import ConvArguments, scale_shift_of
+from preact_kernels.ops.arguments import (
+    ConvArguments,
+    UnitArguments,
+    scale_shift_of,
+)
 from preact_kernels.ops.dropout import check_dropout
-from preact_kernels.ops.node import norm_act_conv_of, norm_act_of
-from preact_kernels.ops.plain import plain_norm_act, plain_norm_act_conv
+from preact_kernels.ops.node import run_unit
+from preact_kernels.ops.plain import plain_unit
 from preact_kernels.ops.plain_operators import runs_plain
+
+
+def _run(
+    x: Tensor,
+    given: UnitArguments,
+    residual: Tensor | None = None,
+    function: Callable[..., Tensor] | None = None,
+    *,
+    prefix: str = "",
+    dims: int | None = None,
+) -> Tensor:
+    """`run_unit`, or `plain_unit` where PyTorch's operators must run."""
+    if runs_plain(x, residual, *given.tensors()):
+        return plain_unit(x, given, residual, function)
+    return run_unit(x, given, residual, prefix=prefix, dims=dims)
 
 
 def group_norm_act(
@@ -55,11 +75,9 @@ def group_norm_act(
             channels, the activation is unknown, or there is one value per group.
         BackendError: the selected backend cannot serve `x`.
     """
-    norm, function = GroupNorm(weight, bias, groups=num_groups, eps=eps), activation_of(activation)
+    norm = GroupNorm(weight, bias, groups=num_groups, eps=eps)
     scale_shift = scale_shift_of(scale, shift)
-    if runs_plain(x, weight, bias, scale, shift):
-        return plain_norm_act(x, norm, function, scale_shift)
-    return norm_act_of(x, norm, function, scale_shift)
+    return _run(x, UnitArguments(norm, activation_of(activation), None, scale_shift))
 
 
 def batch_norm_act(
@@ -108,10 +126,8 @@ def batch_norm_act(
     """
     running = (running_mean, running_var)
     norm = BatchNorm(weight, bias, *running, training, momentum, eps, process_group)
-    function, scale_shift = activation_of(activation), scale_shift_of(scale, shift)
-    if runs_plain(x, weight, bias, *running, scale, shift):
-        return plain_norm_act(x, norm, function, scale_shift)
-    return norm_act_of(x, norm, function, scale_shift)
+    scale_shift = scale_shift_of(scale, shift)
+    return _run(x, UnitArguments(norm, activation_of(activation), None, scale_shift))
 
 
 def group_norm_act_conv(
@@ -172,10 +188,8 @@ def group_norm_act_conv(
     norm, function = GroupNorm(weight, bias, groups=num_groups, eps=eps), activation_of(activation)
     check_dropout(dropout)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
-    rest = residual, scale_shift_of(scale, shift), float(dropout)
-    if runs_plain(x, weight, bias, conv_weight, conv_bias, scale, shift, residual):
-        return plain_norm_act_conv(x, norm, function, conv, *rest)
-    return norm_act_conv_of(x, norm, function, conv, *rest)
+    scale_shift = scale_shift_of(scale, shift)
+    return _run(x, UnitArguments(norm, function, conv, scale_shift, float(dropout)), residual)
 
 
 def batch_norm_act_conv(
@@ -245,11 +259,9 @@ def batch_norm_act_conv(
     function = activation_of(activation)
     check_dropout(dropout)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
-    rest = residual, scale_shift_of(scale, shift), float(dropout) if training else 0.0
-    tensors = weight, bias, *running, conv_weight, conv_bias, scale, shift, residual
-    if runs_plain(x, *tensors):
-        return plain_norm_act_conv(x, norm, function, conv, *rest)
-    return norm_act_conv_of(x, norm, function, conv, *rest)
+    dropout = float(dropout) if training else 0.0
+    given = UnitArguments(norm, function, conv, scale_shift_of(scale, shift), dropout)
+    return _run(x, given, residual)
 
 
 def bn_relu(
@@ -292,9 +304,7 @@ def bn_relu(
     """
     running = (running_mean, running_var)
     bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)
-    if runs_plain(x, bn_weight, bn_bias, *running):
-        return plain_norm_act(x, bn, RELU)
-    return norm_act_of(x, bn, prefix="bn_", dims=4)
+    return _run(x, UnitArguments(bn), prefix="bn_", dims=4)
 
 
 def bn_relu_conv2d(
@@ -355,6 +365,4 @@ def bn_relu_conv2d(
     running = (running_mean, running_var)
     bn = BatchNorm(bn_weight, bn_bias, *running, training, momentum, eps, process_group)
     conv = ConvArguments(conv_weight, conv_bias, stride, padding, dilation, groups)
-    if runs_plain(x, conv_weight, bn_weight, bn_bias, *running, conv_bias, residual):
-        return plain_norm_act_conv(x, bn, RELU, conv, residual, function=F.conv2d)
-    return norm_act_conv_of(x, bn, RELU, conv, residual, prefix="bn_", dims=4)
+    return _run(x, UnitArguments(bn, RELU, conv), residual, F.conv2d, prefix="bn_", dims=4)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from preact_kernels.kernels.contract import HALVES
-from preact_kernels.ops.block_arguments import Block
+from preact_kernels.kernels.contract import HALVES, Block
 
 MEMORY_MODES = ("store", "rebuild", "checkpoint")
 

@@ -1,16 +1,16 @@
 """Units on the kernels of a backend, each as one autograd node that saves its input.
 
-The public functions, the modules and converted models call `norm_act_of` and `norm_act_conv_of`.
+The public functions, the modules and converted models call `run_unit`.
 """
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import RELU, Activation, activate
+from preact_kernels.activations import activate
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import (
     AffineStep,
@@ -24,12 +24,11 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.norms import NormArguments
 from preact_kernels.ops import dispatch
-from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift, convolve
-from preact_kernels.ops.autocast import has_autocast
+from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, UnitArguments, convolve
+from preact_kernels.ops.autocast import compute_dtype, has_autocast
 from preact_kernels.ops.dropout import drawn
-from preact_kernels.ops.plain import gradients, plain_unit
+from preact_kernels.ops.plain import differentiable_unit, gradients
 from preact_kernels.ops.plain_operators import runs_plain_backward
 from preact_kernels.ops.statistics import step_sums
 from preact_kernels.ops.unit import CheckedUnit, checked_unit, unit_without_conv, with_served_weight
@@ -117,7 +116,7 @@ def _plain_backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequen
     def forward(x, weight, bias, conv_weight, conv_bias):
         kernel = None if conv_weight is None else call.image_weight(conv_weight)
         norm = call.norm(weight, bias, mean, var)
-        y = plain_unit(unit, x, norm, kernel, conv_bias, call.mask(bits))
+        y = differentiable_unit(unit, x, norm, kernel, conv_bias, call.mask(bits))
         return y if has_conv or call.dims > 3 else y.reshape(dy.shape)
 
     if has_conv:
@@ -193,51 +192,46 @@ def parameter_gradients(
     return found[0], found[1]
 
 
-def norm_act_of(
+def run_unit(
     x: Tensor,
-    norm: NormArguments,
-    activation: Activation = RELU,
-    scale_shift: ScaleShift = NO_SCALE_SHIFT,
+    given: UnitArguments,
+    residual: Tensor | None = None,
+    *,
     prefix: str = "",
     dims: int | None = None,
     channels_last: bool | None = None,
 ) -> Tensor:
-    """`act(norm(x) * (1 + scale) + shift)`.
+    """A unit on the kernels of the selected backend; updates running statistics.
 
     Args:
         x: `[N, C, ...]`.
-        norm: the arguments of the norm.
-        activation: the activation.
-        scale_shift: a scale and a shift per image.
+        given: the arguments of the unit.
+        residual: shaped like the result, added to it; None without a convolution.
         prefix: prefix of the names of the norm's weight and bias in messages.
-        dims: dimensions that x must have; None: 2 to 5.
+        dims: dimensions that x must have; None: 3 to 5, or 2 to 5 without a convolution.
         channels_last: memory format of the result; None: PyTorch's.
     """
-    arguments = x, norm, activation, None, None, scale_shift, prefix, dims, channels_last
-    checked = checked_unit(*arguments)
-    if scale_shift is not NO_SCALE_SHIFT:
-        x = scale_shift.promoted(x)
+    checked = checked_unit(x, given, residual, prefix, dims, channels_last)
+    if given.scale_shift is not NO_SCALE_SHIFT:
+        x = given.scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
-    y, statistics, fixed = _activated(kernels, x, norm, scale_shift, checked)
-    norm.update(kernels, x, statistics, fixed)
+    if given.conv is None:
+        y, statistics, fixed = _activated(kernels, x, given, checked)
+    else:
+        y, statistics, fixed = _convolved(kernels, x, given, checked, residual)
+    given.norm.update(kernels, x, statistics, fixed)  # last: out of memory changes no buffers
     return y
 
 
-def _activated(
-    kernels: Kernels,
-    x: Tensor,
-    norm: NormArguments,
-    scale_shift: ScaleShift,
-    checked: CheckedUnit,
-) -> tuple[Tensor, Statistics | None, float | None]:
-    """`norm_act_of` for checked arguments, without the update of running statistics.
+# The result, then the results of `norm.statistics`, which are None for an empty batch.
+_Result = tuple[Tensor, Statistics | None, float | None]
 
-    Returns:
-        The result, then the results of `norm.statistics`, which are None for an empty batch.
-    """
-    unit, dtype, channels_last, may_be_planar = checked
-    assert unit is not None
-    x = x if x.dtype == dtype else x.to(dtype)
+
+def _activated(kernels: Kernels, x: Tensor, given: UnitArguments, checked: CheckedUnit) -> _Result:
+    """A unit without its convolution."""
+    norm, _, _, scale_shift, *_ = given
+    unit, channels_last, may_be_planar = checked
+    x = x if x.dtype == unit.dtype else x.to(unit.dtype)
     if x.numel() == 0 and norm.process_group is None:
         h = scale_shift.plain(norm.plain_of_empty_batch(x))
         return activate(h.to(x.dtype), unit.activation), None, None
@@ -252,53 +246,30 @@ def _activated(
     return UnitFunction.apply(call, x, weight, bias, *statistics), statistics, fixed
 
 
-def norm_act_conv_of(
+def _convolved(
+    kernels: Kernels,
     x: Tensor,
-    norm: NormArguments,
-    activation: Activation,
-    conv: ConvArguments,
-    residual: Tensor | None = None,
-    scale_shift: ScaleShift = NO_SCALE_SHIFT,
-    dropout: float = 0.0,
-    prefix: str = "",
-    dims: int | None = None,
-    mask: Mask | None = None,
-    channels_last: bool | None = None,
-) -> Tensor:
-    """`conv(dropout(act(norm(x) * (1 + scale) + shift))) [+ residual]`.
-
-    Args:
-        x: `[N, C, ...]` of 3 to 5 dimensions.
-        norm: the arguments of the norm.
-        activation: the activation.
-        conv: the arguments of the convolution.
-        residual: shaped like the result, added to it.
-        scale_shift: a scale and a shift per image.
-        dropout: probability of dropping an element of the activation.
-        prefix: prefix of the names of the norm's weight and bias in messages.
-        dims: dimensions that x must have; None: 3 to 5.
-        mask: mask of dropout; None: draw one.
-        channels_last: memory format of the result; None: PyTorch's.
-    """
-    arguments = x, norm, activation, conv, residual, scale_shift, prefix, dims, channels_last
-    unit, dtype, channels_last, _ = checked_unit(*arguments)
-    has_scale_shift = scale_shift is not NO_SCALE_SHIFT
-    if has_scale_shift:
-        x = scale_shift.promoted(x)
-    kernels = dispatch.kernels_for(x)
+    given: UnitArguments,
+    checked: CheckedUnit,
+    residual: Tensor | None,
+) -> _Result:
+    """A unit with a convolution."""
+    norm, _, conv, scale_shift, dropout, mask = given
+    conv = cast(ConvArguments, conv)
+    dtype = compute_dtype(x)
     conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
     if dropout and mask is None:
-        like = x.to(unit_without_conv(x, norm, activation).dtype)
+        like = x.to(unit_without_conv(x, given).unit.dtype)
         mask = drawn(kernels, x.shape, like, norm.is_channels_last(x), dropout)
-    if unit is None or (x.numel() == 0 and norm.process_group is None):
-        checked = unit_without_conv(x, norm, activation, scale_shift)
-        a, statistics, fixed = _activated(kernels, x, norm, scale_shift, checked)
+    unit, channels_last, _ = checked
+    if x.numel() == 0 and norm.process_group is None:
+        checked = unit_without_conv(x, given)
+    if not checked.unit.weight_shape:
+        a, statistics, fixed = _activated(kernels, x, given, checked)
         if mask is not None:
             a = a * mask.noise(a)
         y = convolve(a.to(dtype), conv.weight.to(dtype), conv_bias, *conv[2:])
-        y = y if residual is None else y + residual
-        norm.update(kernels, x, statistics, fixed)
-        return y
+        return y if residual is None else y + residual, statistics, fixed
 
     added_last = None
     if residual is not None and residual.dtype != dtype:
@@ -317,11 +288,9 @@ def norm_act_conv_of(
     image = x.detach()
     statistics, fixed = norm.statistics(kernels, image if dims < 5 else layout.as_image(image))
     parameters = norm.affine(x, x.shape[1])
-    if has_scale_shift:
+    if scale_shift is not NO_SCALE_SHIFT:
         parameters = scale_shift.of(*parameters)
     call = UnitCall(kernels, unit, fixed, dims, channels_last, False, factor)
     weights = conv_weight, conv_bias, residual
     y = UnitFunction.apply(call, x, *parameters, *statistics, *weights, bits)
-    y = y if added_last is None else y + added_last
-    norm.update(kernels, x, statistics, fixed)  # last: out of memory leaves the buffers unchanged
-    return y
+    return y if added_last is None else y + added_last, statistics, fixed

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from preact_kernels.activations import Activation, activate
+from preact_kernels.activations import activate
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Norm, Unit
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.norms import NormArguments
 from preact_kernels.ops.arguments import (
     NO_SCALE_SHIFT,
     ConvArguments,
     ScaleShift,
+    UnitArguments,
     add_residual,
     convolve,
 )
@@ -52,30 +52,17 @@ def chain(
     return y if residual is None else add_residual(y, residual)
 
 
-def plain_norm_act(
+def plain_unit(
     x: Tensor,
-    norm: NormArguments,
-    activation: Activation,
-    scale_shift: ScaleShift = NO_SCALE_SHIFT,
-) -> Tensor:
-    """A norm and activation; PyTorch's operators check the arguments."""
-    return chain(x, norm.plain, partial(activate, activation=activation), scale_shift=scale_shift)
-
-
-def plain_norm_act_conv(
-    x: Tensor,
-    norm: NormArguments,
-    activation: Activation,
-    conv: ConvArguments,
+    given: UnitArguments,
     residual: Tensor | None = None,
-    scale_shift: ScaleShift = NO_SCALE_SHIFT,
-    dropout: float = 0.0,
     function: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """A unit; PyTorch's operators check the arguments. `function` replaces `convolve`."""
+    norm, activation, conv, scale_shift, dropout, _ = given
 
     def convolution(a: Tensor) -> Tensor:
-        weight, bias, *numbers = conv
+        weight, bias, *numbers = cast(ConvArguments, conv)
         bias = None if bias is None else bias.to(a.dtype)
         return (function or convolve)(a, weight.to(a.dtype), bias, *numbers)
 
@@ -83,14 +70,14 @@ def plain_norm_act_conv(
         x,
         norm.plain,
         partial(activate, activation=activation),
-        convolution,
+        None if conv is None else convolution,
         scale_shift=scale_shift,
         dropout=partial(F.dropout, p=dropout) if dropout else None,
         residual=residual,
     )
 
 
-def plain_unit(
+def differentiable_unit(
     unit: Unit,
     x: Tensor,
     norm: Norm,

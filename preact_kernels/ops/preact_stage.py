@@ -6,18 +6,17 @@ the blocks and rebuilds their inputs.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import Gradient, Kernels, Statistics
+from preact_kernels.kernels.contract import Block, Gradient, Kernels, Statistics
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.autocast import has_autocast, is_autocast
 from preact_kernels.ops.block_arguments import (
-    Block,
     BlockArguments,
     StageContext,
     checked_block,
@@ -191,12 +190,12 @@ def preact_stage(
         channels_last = channels_last or found.channels_last
         if found.has_other_dtype:
             block, weights = _with_served_weights(kernels, block, weights, shapes)
-        for (bn, _), shape, weight in zip(arguments.units, shapes, weights, strict=False):
+        for (bn, *_), shape, weight in zip(arguments.units, shapes, weights, strict=False):
             plain = found.has_plain_norms
             tensors += (bn.weight, bn.bias) if plain else bn.affine(x, shape[1])
             tensors.append(weight)
             if bn.training:
-                norms.append(bn)
+                norms.append(cast(BatchNorm, bn))
             else:
                 running += (bn.running_mean, bn.running_var)
         if block.projection is not None:

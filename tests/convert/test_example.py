@@ -100,13 +100,13 @@ def test_the_model_and_random_states_do_not_change():
     ("dtype", "scale"), [(torch.float32, 2.0), (torch.bfloat16, 1.0), (torch.bfloat16, 2.0)]
 )
 def test_a_kernel_that_is_wrong_in_one_dtype_is_found(dtype, scale, monkeypatch):
-    run = execution.norm_act_conv_of
+    run = execution.run_unit
 
     def wrong(x, *rest, **options):
         y = run(x, *rest, **options)
         return y * scale if x.dtype == dtype else y
 
-    monkeypatch.setattr(execution, "norm_act_conv_of", wrong)
+    monkeypatch.setattr(execution, "run_unit", wrong)
     model = pk.convert(Net(count=2).to(dtype), example_inputs=images().to(dtype))
     assert len(given_back(model)) == (4 if scale != 1.0 else 0)
 

@@ -13,7 +13,7 @@ import preact_kernels as pk
 from preact_kernels.activations import ACTIVATIONS
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import dispatch as backends
-from preact_kernels.ops.arguments import ConvArguments
+from preact_kernels.ops.arguments import ConvArguments, UnitArguments
 from preact_kernels.ops.block_arguments import BlockArguments, StageContext, checked_block
 from preact_kernels.ops.checks import Passed, described
 from tests.cases import (
@@ -311,7 +311,8 @@ def test_a_block_names_what_was_made_wrong_of_it(name, value, error, message):
 
 def test_a_block_is_checked_again_for_another_input_dtype_and_without_its_shortcut():
     norm = BatchNorm(*(torch.ones(8) for _ in range(4)), True, 0.1, 1e-5)
-    unit = norm, ConvArguments(torch.ones(8, 8, 3, 3), None, (1, 1), (1, 1), (1, 1), 1)
+    conv = ConvArguments(torch.ones(8, 8, 3, 3), None, (1, 1), (1, 1), (1, 1), 1)
+    unit = UnitArguments(norm, conv=conv)
     context = StageContext(torch.device("cpu"), torch.float32, torch.float32, False)
     blocks = set()
     for is_residual, dtype in ((True, torch.float32), (False, torch.float32), (True, torch.half)):

@@ -153,7 +153,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_children_are_called(change, backend, monkeypatch):
-    monkeypatch.setattr(pk.modules.norm_act_conv, "norm_act_conv_of", None)
+    monkeypatch.setattr(pk.modules.norm_act_conv, "run_unit", None)
     module = pk.NormActConv(nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 6, 3, padding=1))
     change(module)
     x = torch.randn(3, 8, 5, 6)
