@@ -11,7 +11,7 @@ from torch import nn
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion import user_modules
-from preact_kernels.conversion.hooks import (
+from preact_kernels.conversion.calls import (
     abandon_interrupted,
     enter,
     is_inert,

@@ -1,6 +1,7 @@
 """`PreActBlock`, and consecutive blocks as one autograd node."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -8,14 +9,15 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from preact_kernels.activations import RELU
-from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
 from preact_kernels.modules.conv import conv_arguments, is_stage_conv, plain_conv
+from preact_kernels.modules.norm import is_bare_norm, plain_batch_norm
 from preact_kernels.norms import BatchNorm, process_group
 from preact_kernels.ops import checks
 from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
 from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.memory_mode import STORE, MemoryMode
+from preact_kernels.ops.plain import chain
 from preact_kernels.ops.plain_operators import runs_plain
 from preact_kernels.ops.preact_stage import Recorder, preact_stage
 
@@ -58,8 +60,8 @@ class PreActBlock(nn.Module):
         x = in_stream(self, x)
         h, shortcut, projection = x, x, self.projection()
         for index, (bn, conv) in enumerate(self.units()):
-            normalised = plain_batch_norm(bn, h, self.residual_dtype)
-            a = F.relu(normalised, inplace=is_bare_norm(bn))
+            norm = partial(plain_batch_norm, bn, residual_dtype=self.residual_dtype)
+            a = chain(h, norm, partial(F.relu, inplace=is_bare_norm(bn)))
             if self.residual_dtype is not None:
                 a = _rounded(a, conv.weight)
             if index == 0 and projection is not None:

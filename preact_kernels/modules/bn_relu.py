@@ -1,14 +1,17 @@
 """`BNReLU2d`: batch norm and ReLU."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
+from preact_kernels.modules.norm import is_bare_norm, plain_batch_norm
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.checks import check_count, check_norm_numbers
 from preact_kernels.ops.node import run_unit
+from preact_kernels.ops.plain import chain
 from preact_kernels.ops.plain_operators import runs_plain
 
 
@@ -49,8 +52,8 @@ class BNReLU2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to the same shape, dtype and memory format."""
         if not (self.fused and is_bare_norm(self.bn)) or runs_plain(x):
-            y = plain_batch_norm(self.bn, x, self.residual_dtype)
-            return F.relu(y, inplace=is_bare_norm(self.bn))
+            norm = partial(plain_batch_norm, self.bn, residual_dtype=self.residual_dtype)
+            return chain(x, norm, partial(F.relu, inplace=is_bare_norm(self.bn)))
         upcasts = self.residual_dtype is not None and x.dtype == self.residual_dtype
         given = UnitArguments(BatchNorm.of_module(self.bn, upcasts=upcasts))
         return run_unit(x, given, prefix="bn_", dims=4)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels.activations import RELU
-from preact_kernels.modules.batch_norm import is_bare_norm, plain_batch_norm
 from preact_kernels.modules.conv import conv_arguments, is_bare_conv, plain_conv
+from preact_kernels.modules.norm import is_bare_norm, plain_batch_norm
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
 from preact_kernels.ops.arguments import UnitArguments

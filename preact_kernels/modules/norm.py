@@ -1,15 +1,27 @@
-"""Reads the norm, of any kind, of a fused module."""
+"""Reads the norm of a fused module.
 
+A fused module reads the parameters of its children. It calls the children instead if one has hooks
+or is a subclass (`is_bare_norm`).
+"""
+
+from collections.abc import Container
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
-from preact_kernels.modules.batch_norm import (
-    is_bare_norm,
-    plain_batch_norm,
-)
+from preact_kernels.kernels.contract import HALVES
+from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.norms import NORM_MODULES, BatchNorm, NormArguments, norm_of
 from preact_kernels.ops import checks
+from preact_kernels.ops.plain_operators import has_mixed_dtypes, has_served_parameters
+from preact_kernels.torch_compat import is_transformed
+
+_METHODS = (  # of PyTorch's norms, called by their forwards
+    *("_check_input_dim", "_check_non_zero_input_channels"),
+    *("_apply_instance_norm", "_get_no_batch_dim", "_handle_no_batch_input"),
+)
+BATCH_NORMS_OF_IMAGES = (nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def check_norm(norm: Any) -> None:
@@ -34,6 +46,24 @@ def channels_of(norm: nn.Module) -> int:
 def dimensions_of(norm: nn.Module) -> tuple[int, ...]:
     """Valid numbers of dimensions of a norm's input."""
     return norm_of(norm).dimensions_of(norm)
+
+
+def is_bare_norm(norm: nn.Module, types: Container[type] = BATCH_NORMS_OF_IMAGES) -> bool:
+    """Whether a fused module may read the parameters of `norm` instead of calling it.
+
+    Args:
+        norm: the child.
+        types: supported classes; subclasses are not.
+    """
+    if type(norm) not in types or has_hooks(norm, _METHODS) or not has_served_parameters(norm):
+        return False
+    own = norm.__dict__
+    if "running_mean" in own or "running_var" in own:
+        mean, var = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
+    else:  # faster
+        buffers = own["_buffers"]
+        mean, var = buffers.get("running_mean"), buffers.get("running_var")
+    return (mean is None) == (var is None)
 
 
 def is_readable_norm(norm: nn.Module) -> bool:
@@ -64,3 +94,45 @@ def plain_norm(norm: Any, x: Tensor) -> Tensor:
     if is_readable_norm(norm) and kind.needs_float32(x, *norm.parameters()):
         return norm_arguments(norm, x).plain(x)
     return norm(x)
+
+
+def plain_batch_norm(bn: nn.Module, x: Tensor, residual_dtype: torch.dtype | None = None) -> Tensor:
+    """`bn(x)` without kernels; under transforms the result has the dtype of `x`, too.
+
+    Args:
+        bn: the child.
+        x: `[N, C, H, W]`.
+        residual_dtype: dtype of the residual stream, or None.
+    """
+    is_bare = is_transformed() and is_bare_norm(bn)
+    if is_bare and has_mixed_dtypes(x, *bn.parameters(), *bn.buffers()):
+        return float32_batch_norm(bn, x.float()).to(x.dtype)
+    return bn(x) if residual_dtype is None else float32_batch_norm(bn, x)
+
+
+def float32_batch_norm(bn: nn.Module, x: Tensor) -> Tensor:
+    """`bn(x)`, in float32 if `x` is float32 and parameters are in half precision."""
+    tensors = {**dict(bn.named_parameters()), **dict(bn.named_buffers())}
+    wide = {n: t.float() for n, t in tensors.items() if t.dtype in HALVES}
+    if not wide:
+        return bn(x)
+    if isinstance(x, fx.Proxy):
+        return _traced_float32_batch_norm(bn, x)
+    if x.dtype != torch.float32:
+        return bn(x)
+    y = torch.func.functional_call(bn, wide, (x,))
+    if bn.training:
+        with torch.no_grad():
+            for name, buffer in bn.named_buffers():
+                if name in wide:
+                    buffer.copy_(wide[name])
+    return y
+
+
+def _traced_float32_batch_norm(bn: nn.Module, x: Any) -> Any:
+    """Adds a call of `float32_batch_norm` to a graph: it depends on the mode and the dtype of x.
+
+    `fx.wrap` does not support modules as arguments.
+    """
+    module = x.tracer.create_proxy("get_attr", x.tracer.path_of_module(bn), (), {})
+    return x.tracer.create_proxy("call_function", float32_batch_norm, (module, x), {})

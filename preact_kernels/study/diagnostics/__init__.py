@@ -1,6 +1,6 @@
 """Measurements of signal flow by block."""
 
-from preact_kernels.study.diagnostics.hooks import blocks_of
+from preact_kernels.study.diagnostics.block_hooks import blocks_of
 from preact_kernels.study.diagnostics.measurements import (
     Monitor,
     histograms,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from preact_kernels.modules.blocks import PreActBlock
-from preact_kernels.study.diagnostics.hooks import (
+from preact_kernels.study.diagnostics.block_hooks import (
     STAGE,
     Blocks,
     Key,

@@ -1,4 +1,4 @@
-"""Forward hooks of converted modules, which open and close regions."""
+"""Calls of converted modules: hooks open a region before the outermost call and close it after."""
 
 import contextlib
 import threading
