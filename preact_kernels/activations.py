@@ -49,7 +49,7 @@ class Row(NamedTuple):
     of_module: Callable[[Any], Any] = lambda module: 0.0  # reads the parameter
     # Operators that compute it, and the values at which its gradient jumps.
     jumps: Mapping[Any, tuple[float, ...]] = {}
-    is_widened: bool = False  # autocast on CUDA computes it in float32
+    computes_in_float32: bool = False  # autocast on CUDA computes it in float32
 
 
 def number_of(value: Any) -> float | None:
@@ -57,7 +57,7 @@ def number_of(value: Any) -> float | None:
     if not isinstance(value, float | int) or isinstance(value, bool):
         return None
     try:
-        found = float(value)
+        found = float(value) + 0.0  # not -0.0, which equals 0.0 as a key of remembered checks
     except OverflowError:
         return None
     return found if found - found == 0 else None  # Dynamo does not trace `math.isfinite`
@@ -208,7 +208,7 @@ ACTIVATIONS: dict[str, Row] = {
         {F.softplus: _softplus},
         Parameter("beta", 1.0, may_be_zero=False),
         lambda module: module.beta if module.threshold == _SOFTPLUS_THRESHOLD else None,
-        is_widened=True,
+        computes_in_float32=True,
     ),
     "sigmoid": Row(
         "Sigmoid",

@@ -1,12 +1,12 @@
-"""All that the package reads from Python's call stack, with the reason for each reading.
+"""Finds frames of Python's call stack by the code that they run, with the reason for each.
 
-Frames are found by the code that they run, never by their number. `Region` also reads `f_back` of
-the frame that entered it: None once that frame has returned.
+`Region` also reads `f_back` of the frame that entered it: None once that frame has returned.
 """
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,6 +51,11 @@ def module_of(frame: types.FrameType | None) -> nn.Module | None:
             return module if isinstance(module, nn.Module) else None
         frame = frame.f_back
     return None
+
+
+def self_in(frame: types.FrameType | None, codes: Container[types.CodeType]) -> Any:
+    """Returns `self` of a frame that runs a method with one of these codes, or None."""
+    return None if frame is None or frame.f_code not in codes else frame.f_locals["self"]
 
 
 def frames_between(

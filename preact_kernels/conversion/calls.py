@@ -168,7 +168,7 @@ def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) ->
                 handles += _outside(child)
             continue
         if child._backward_hooks or child._backward_pre_hooks:
-            handles += user_modules.add_hooks(child, _compute_inputs, _compute_result, False)
+            handles += user_modules.add_first_hooks(child, _compute_inputs, _compute_result)
         children = child._modules
         if children and (
             isinstance(child, _WITH_FAST_PATHS) or torch_compat.is_compiled_module(child)
@@ -181,7 +181,7 @@ def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) ->
 
 def _outside(child: nn.Module) -> list[Any]:
     """Adds hooks that make a child run outside of the region."""
-    return user_modules.add_hooks(child, _suspend, _resume, True)
+    return user_modules.add_last_hooks(child, _suspend, _resume)
 
 
 # While functions are overridden, these modules skip fast paths that give other values for padding.

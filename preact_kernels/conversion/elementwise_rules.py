@@ -54,7 +54,7 @@ def record_activation(region: Recording, x: Any, activation: Any, in_place: obje
     if activation.name != "relu":
         if node.operation not in _ACTIVATED:
             return NotImplemented
-        if ACTIVATIONS[activation.name].is_widened and _is_widened(region, node):
+        if ACTIVATIONS[activation.name].computes_in_float32 and _computes_in_float32(region, node):
             return NotImplemented
     if region.context_for(node.context.device) is None:
         return NotImplemented
@@ -67,7 +67,7 @@ for _function in CALLS:
     rule(_function, arguments=partial(read_call, _function))(record_activation)
 
 
-def _is_widened(region: Recording, node: Node) -> bool:
+def _computes_in_float32(region: Recording, node: Node) -> bool:
     """Whether autocast on CUDA computes some activations of `node` in float32."""
     context = region.context_for(node.context.device)
     is_half = node.dtype in HALVES

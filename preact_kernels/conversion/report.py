@@ -12,7 +12,7 @@ from preact_kernels.ops.dispatch import CHECK
 
 # Folders of this package and of torch; the report names lines of other code.
 _OWN_FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, torch.__file__)
+    os.path.dirname(os.path.abspath(f)) + os.sep for f in (call_stack.__file__, torch.__file__)
 )
 
 

@@ -270,10 +270,7 @@ def _record_conv(
 
 def _calling_conv(region: Recording) -> nn.Module | None:
     """Returns PyTorch's module that called the convolution of the current rule, or None."""
-    frame = region.caller()
-    if frame is None or frame.f_code not in _CONV_CALLERS:
-        return None
-    return frame.f_locals["self"]
+    return call_stack.self_in(region.caller(), _CONV_CALLERS)
 
 
 def _is_saved_in_nhwc(region: Recording, x: Any) -> bool:

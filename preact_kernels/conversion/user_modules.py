@@ -111,21 +111,28 @@ class ReplacedForward:
             del own["forward"]
 
 
-def add_hooks(module: nn.Module, before: Callable, after: Callable, is_inner: bool) -> list[Any]:
-    """Adds hooks to a child for one call of its parent.
+def add_first_hooks(module: nn.Module, before: Callable, after: Callable) -> list[Any]:
+    """Adds a pre-hook and a hook to a child, ahead of its own, for one call of its parent.
 
     Args:
         module: the child.
         before: forward pre-hook, with keyword arguments.
-        after: forward hook.
-        is_inner: whether the hooks run next to the forward, and `after` also if that raises.
+        after: forward hook; does not run if the forward raises.
 
     Returns:
         Handles with a method `remove`.
     """
     return [
-        module.register_forward_pre_hook(before, prepend=not is_inner, with_kwargs=True),
-        module.register_forward_hook(after, prepend=not is_inner, always_call=is_inner),
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        module.register_forward_hook(after, prepend=True),
+    ]
+
+
+def add_last_hooks(module: nn.Module, before: Callable, after: Callable) -> list[Any]:
+    """`add_first_hooks`, but after the child's own; `after` also runs if the forward raises."""
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, always_call=True),
     ]
 
 
@@ -154,7 +161,7 @@ class ReplacedCall:
 def replace_compiled_call(module: nn.Module, before: Callable, after: Callable) -> None:
     """Replaces the compiled call of a module, once."""
     if not isinstance(module._compiled_call_impl, ReplacedCall):
-        module._compiled_call_impl = ReplacedCall(module, before, after)
+        module.__dict__["_compiled_call_impl"] = ReplacedCall(module, before, after)
 
 
 def revert(module: nn.Module) -> None:
@@ -169,4 +176,4 @@ def revert(module: nn.Module) -> None:
     own.pop(_GIVEN_BACK, None)
     own.pop(_MEMORY, None)
     if isinstance(module._compiled_call_impl, ReplacedCall):
-        module._compiled_call_impl = module._compiled_call_impl.call
+        own["_compiled_call_impl"] = module._compiled_call_impl.call

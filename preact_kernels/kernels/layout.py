@@ -119,11 +119,19 @@ def strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
 def readable_bytes(t: Tensor) -> int | torch.SymInt:
     """Bytes of a tensor's storage.
 
-    With a storage offset: bytes from the offset on, at most the bytes of the elements, so that all
-    slices of a tensor give the same number.
+    With a storage offset: bytes from the offset on, at most those up to the last element, so that
+    all slices of a tensor give the same number.
     """
     offset, found = t.storage_offset(), t.untyped_storage().nbytes()
-    return min(found - offset * t.element_size(), t.nbytes) if offset else found
+    return min(found - offset * t.element_size(), extent_bytes(t)) if offset else found
+
+
+def extent_bytes(t: Tensor) -> int | torch.SymInt:
+    """Bytes from the first to the last element of a tensor with elements."""
+    elements = 1
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        elements += (size - 1) * stride
+    return elements * t.element_size()
 
 
 def check_storage(name: str, t: Tensor) -> None:
@@ -139,10 +147,7 @@ def check_storage(name: str, t: Tensor) -> None:
         return
     if given >= least and t.storage_offset() == 0 and _is_dense(t):
         return
-    elements = t.storage_offset() + 1
-    for size, stride in zip(t.shape, t.stride(), strict=True):
-        elements += (size - 1) * stride
-    expected = elements * t.element_size()
+    expected = t.storage_offset() * t.element_size() + extent_bytes(t)
     if given < expected and t.numel() > 0:
         raise ValueError(f"{name}: expected a storage of {expected} bytes, got {given}")
 

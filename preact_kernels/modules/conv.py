@@ -7,13 +7,12 @@ from torch import Tensor, nn
 
 from preact_kernels.attributes import tensors
 from preact_kernels.kernels.contract import HALVES
+from preact_kernels.modules.hooks import CONVOLUTIONS as CONVOLUTIONS
 from preact_kernels.modules.hooks import has_hooks
 from preact_kernels.ops.arguments import ConvArguments, convolve
 from preact_kernels.ops.autocast import is_autocast
 from preact_kernels.ops.plain_operators import has_served_parameters
 from preact_kernels.torch_compat import is_transformed
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_bare_conv(conv: nn.Module, types: tuple[type, ...] = (nn.Conv2d,)) -> bool:

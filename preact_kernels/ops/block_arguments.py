@@ -116,14 +116,15 @@ def checked_block(
     return found
 
 
-_dtype = operator.attrgetter("dtype")
+_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
 def _read(arguments: BlockArguments) -> list[Any]:
     """A key of all properties that `_check` reads; less than `checks.described`, for speed.
 
     Raises:
-        TypeError: a batch norm has a process group, which a key must not keep alive.
+        TypeError: a batch norm has a process group, which a key must not keep alive, or a vector
+            has gaps, whose strides the key does not contain.
         RuntimeError: a tensor has no storage.
     """
     units, projection, is_residual = arguments
@@ -147,8 +148,10 @@ def _read(arguments: BlockArguments) -> list[Any]:
         weights.append(weight)
     vectors = [t for t in vectors if t is not None]
     key += map(_dtype, vectors)
-    key += map(Tensor.is_contiguous, vectors)
+    key += map(_device, vectors)
     key += map(Tensor.numel, vectors)
+    if not all(map(Tensor.is_contiguous, vectors)):
+        raise TypeError
     tensors = vectors + weights
     if any(map(Tensor.storage_offset, tensors)):
         key += map(readable_bytes, tensors)
@@ -249,10 +252,14 @@ def _check_norm(bn: BatchNorm, shape: Sequence[int], context: StageContext) -> N
             raise ValueError(
                 f"x: expected {t.numel()} channels to match the block's batch norm, got {shape[1]}"
             )
-        check_storage(name, t)
-    stream, dtype = context.stream_dtype, context.dtype
-    if bn.weight is not None and bn.weight.dtype not in (stream, dtype):
-        checks.check_parameter_dtype("bn_weight", bn.weight, stream)
+        checks.check_tensor(name, t)
+        if t.device != context.device:
+            raise ValueError(
+                f"x: expected device {t.device} to match the block's batch norm, "
+                f"got {context.device}"
+            )
+        if not (bn.has_any_statistics_dtype and name.startswith("running")):
+            checks.check_parameter_dtype(name, t, context.stream_dtype)
 
 
 def _check_weight(conv: ConvArguments, shape: Sequence[int], context: StageContext) -> None:

@@ -93,12 +93,17 @@ def check_number(name: str, value: Any, *, minimum: float | None = None) -> None
         raise ValueError(f"{name}: expected at least {minimum}, got {value}")
 
 
+def check_constant(name: str, t: Tensor) -> None:
+    """Checks for a tensor that autograd does not differentiate."""
+    if t.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: expected a tensor that requires no gradient")
+
+
 def check_running(name: str, t: Tensor) -> None:
     """Checks for running statistics that PyTorch's operators can write."""
     if t.is_contiguous() and not t.requires_grad:
         return
-    if t.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: expected a tensor that requires no gradient")
+    check_constant(name, t)
     if any(stride == 0 and n > 1 for stride, n in zip(t.stride(), t.shape, strict=True)):
         raise ValueError(f"{name}: expected elements that share no memory, got stride 0")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Block, Gradient, Kernels, Statistics
 from preact_kernels.norms import BatchNorm
-from preact_kernels.ops import dispatch
+from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.autocast import has_autocast, is_autocast
 from preact_kernels.ops.block_arguments import (
     BlockArguments,
@@ -197,7 +197,9 @@ def preact_stage(
             if bn.training:
                 norms.append(cast(BatchNorm, bn))
             else:
-                running += (bn.running_mean, bn.running_var)
+                for name in ("running_mean", "running_var"):
+                    running.append(getattr(bn, name))
+                    checks.check_constant(name, running[-1])
         if block.projection is not None:
             tensors.append(weights[-1])
         # Equal consecutive blocks share an object, so that the garbage collector visits fewer.

@@ -46,6 +46,8 @@ def inv_count_of(x: Tensor, fixed: float | None = None) -> float:
 
 def running_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Statistics:
     """The running statistics, in the statistics dtype of `x`."""
+    checks.check_constant("running_mean", running_mean)
+    checks.check_constant("running_var", running_var)
     dtype = statistics_dtype(x.dtype)
     return Statistics(running_mean.to(dtype).contiguous(), running_var.to(dtype).contiguous())
 

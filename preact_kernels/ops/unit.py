@@ -104,8 +104,10 @@ def unit_without_conv(
     Batch norm with ReLU alone always runs in NHWC, to give the same bits in either memory format.
     """
     norm, activation, _, scale_shift, *_ = given
-    is_widened = ACTIVATIONS[activation.name].is_widened and x.is_cuda and is_autocast(x)
-    dtype = torch.float32 if is_widened else norm.result_dtype(x)
+    computes_in_float32 = (
+        ACTIVATIONS[activation.name].computes_in_float32 and x.is_cuda and is_autocast(x)
+    )
+    dtype = torch.float32 if computes_in_float32 else norm.result_dtype(x)
     if channels_last is None:
         channels_last = norm.is_channels_last(x)
     is_bn_relu = isinstance(norm, BatchNorm) and activation == RELU and not scale_shift.has_any

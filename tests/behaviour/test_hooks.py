@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import preact_kernels as pk
-from tests.cases import random_stage, randomised
+from tests.cases import EVERY_MODULE, random_stage, randomised
 from tests.oracle import check, plain_copy
 
 pytestmark = pytest.mark.backends("cpu")  # hooks are found above the backends
@@ -109,6 +109,26 @@ def test_changed_children_are_called(make, child, change, backend):
     module = make()
     with torch.no_grad():  # or pruned modules cannot be copied
         change(module.get_submodule(child))
+    check(module, plain_copy(module), {"x": images()})
+
+
+# A class of PyTorch, a method that its instances call, and a module with such a child.
+METHODS_OF_CLASSES = {
+    "forward of a convolution": (nn.Conv2d, "forward", random_stage),
+    "convolution": (nn.Conv2d, "_conv_forward", random_stage),
+    "forward of a norm": (nn.BatchNorm2d, "forward", random_stage),
+    "forward of all batch norms": (nn.modules.batchnorm._BatchNorm, "forward", unit),
+    "forward of a group norm": (nn.GroupNorm, "forward", EVERY_MODULE["norm_act_conv"]),
+    "forward of an activation": (nn.GELU, "forward", EVERY_MODULE["norm_act"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "make"), METHODS_OF_CLASSES.values(), ids=METHODS_OF_CLASSES
+)
+def test_methods_that_are_replaced_on_a_class_are_called(kind, method, make, monkeypatch):
+    module = make()
+    monkeypatch.setattr(kind, method, twice(getattr(kind, method)))
     check(module, plain_copy(module), {"x": images()})
 
 

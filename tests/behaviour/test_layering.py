@@ -92,12 +92,13 @@ def test_benchmarks_and_tests_do_not_import_each_other():
     assert not found
 
 
-def test_one_file_reads_the_call_stack():
-    """`Region` asks at each call whether the frame that entered it has returned."""
-    names, found = ("_getframe", "currentframe", "f_back"), set()
+def test_one_file_finds_frames_of_the_call_stack():
+    """`Region` asks whether the frame that entered it has returned, `liveness` what frames hold."""
+    names, found = ("_getframe", "currentframe", "f_back", "f_locals", "f_code"), set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in names:
                 found.add((path.name, node.attr))
-    own = {("call_stack.py", "_getframe"), ("call_stack.py", "f_back")}
-    assert found == own | {("region.py", "f_back")}
+    own = {("call_stack.py", name) for name in names if name != "currentframe"}
+    others = {("region.py", "f_back"), ("liveness.py", "f_locals"), ("liveness.py", "f_code")}
+    assert found == own | others

@@ -290,6 +290,21 @@ def test_compiled_parts_are_compiled_as_in_plain_pytorch(in_place):
     assert found[0][1] == found[1][1]
 
 
+def test_a_compiled_part_may_forbid_new_attributes():
+    class Locked(Block):
+        def __setattr__(self, name, value):
+            assert "is_locked" not in self.__dict__
+            super().__setattr__(name, value)
+
+    model, x = Chain(Locked()), torch.randn(2, 4, 6, 6)
+    model[0].compile(backend="eager")
+    model[0].is_locked = True
+    expected = model(x)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    torch.testing.assert_close(pk.convert(model)(x), expected)
+    pk.revert(model)
+
+
 # Compilers and transforms around the model.
 
 

@@ -90,6 +90,13 @@ WRONG = [
     of_batch(ValueError, "bn_bias", torch.ones(8, **META), "device cpu to match x, got meta"),
     of_batch(ValueError, "running_var", torch.ones(1).expand(8), "elements that share no memory"),
     of_batch(ValueError, "running_mean", torch.ones(8, requires_grad=True), "a tensor that req"),
+    of_batch(
+        ValueError,
+        "running_var",
+        torch.ones(8, requires_grad=True),
+        "a tensor that requires no gradient",
+        training=False,
+    ),
     of_batch(TypeError, "running_mean", torch.zeros(8).half(), "dtype float32 to match x, got"),
     of_batch(ValueError, "running_var", None, "a tensor, like the other running statistic, got"),
     of_batch(ValueError, "running_mean", None, "a tensor, like the other running statistic, got"),
@@ -205,6 +212,14 @@ def test_a_storage_that_was_freed_or_cut_is_refused_though_the_call_passed_befor
         pk.bn_relu_conv2d(**arguments)
 
 
+def test_a_storage_that_was_cut_under_a_slice_is_refused_though_a_slice_passed_before():
+    whole, cut = (torch.randn(2, 16, 8, 6)[:, 3:9, 2:7] for _ in range(2))
+    cut.untyped_storage().resize_(2200)  # enough bytes for as many elements, but not for the last
+    pk.group_norm_act(whole, 2)
+    with pytest.raises(ValueError, match=r"^x: expected a storage of \d+ bytes, got 2200"):
+        pk.group_norm_act(cut, 2)
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(
     ("name", "argument"),
@@ -281,6 +296,10 @@ BLOCKS = (
         for name in ("running_mean", "running_var")
     ),
     ("bn2", nn.BatchNorm2d(8).double(), TypeError, "bn_weight: expected dtype float32 to match x"),
+    ("bn2.bias", torch.ones(8).double(), TypeError, "bn_bias: expected dtype float32 to match x"),
+    ("bn2.running_var", torch.ones(8).half(), TypeError, "running_var: expected dtype float32 to"),
+    ("bn2.running_mean", torch.ones(8).int(), TypeError, "running_mean: expected dtype float32, "),
+    ("bn2.bias", torch.ones(8, device="meta"), ValueError, "x: expected device meta to match the"),
     ("bn2.eps", 0.0, ValueError, "eps: expected a positive number when training, got 0"),
     ("bn2.momentum", NAN, ValueError, "momentum: expected a number, got nan"),
     ("bn2.momentum", "0.1", TypeError, "momentum: expected a number, got str"),
@@ -305,7 +324,10 @@ def test_a_block_names_what_was_made_wrong_of_it(name, value, error, message):
     if "shortcut" in name:
         block.shortcut = nn.Conv2d(8, 8, 1, bias=False)
     block(x)  # what passes once is remembered
-    setattr(block.get_submodule(child), attribute, value)
+    child = block.get_submodule(child)
+    if isinstance(value, torch.Tensor) and attribute in child._parameters:
+        del child._parameters[attribute]  # a tensor in its place, which PyTorch also reads
+    setattr(child, attribute, value)
     assert_refused(error, message, lambda: block(x), dict(block.named_buffers()))
 
 
