@@ -260,8 +260,7 @@ class BatchNorm(NormArguments):
     calls: ClassVar = {F.batch_norm: _batch_norm}
 
     @classmethod
-    def of_module(cls, module: Any, x: Any = None, upcasts: bool = False) -> "BatchNorm":
-        """See `NormArguments`; `upcasts` casts half-precision parameters and buffers to float32."""
+    def of_module(cls, module: Any, x: Any = None) -> "BatchNorm":
         is_tracked = module.training and module.track_running_stats
         buffers = _BUFFERS if is_tracked else _BUFFERS[:2]
         weight, bias, mean, var, *counts = tensors(module, ("weight", "bias"), buffers)
@@ -272,13 +271,20 @@ class BatchNorm(NormArguments):
             momentum = 0.0
         if training and not is_tracked:
             mean = var = None
-        if upcasts:
-            weight, bias = _upcast(weight), _upcast(bias)
-            if not training:
-                mean, var = _upcast(mean), _upcast(var)
         group = process_group(module) if type(module) is nn.SyncBatchNorm else None
-        rest = training, momentum, module.eps, group, batch_count, upcasts
+        rest = training, momentum, module.eps, group, batch_count
         return BatchNorm(weight, bias, mean, var, *rest)
+
+    def in_float32(self) -> "BatchNorm":
+        """The norm with half-precision parameters in float32, and statistics in any dtype.
+
+        In training mode the statistics stay as they are, as they are updated.
+        """
+        weight, bias, mean, var = self[:4]
+        if not self.training:
+            mean, var = _upcast(mean), _upcast(var)
+        norm = self._replace(weight=_upcast(weight), bias=_upcast(bias))
+        return norm._replace(running_mean=mean, running_var=var, has_any_statistics_dtype=True)
 
     def check_training(self, shape: Sequence[int]) -> None:
         if self.training and self.eps == 0:

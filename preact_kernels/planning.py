@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple, TypeVar, cast
@@ -15,11 +14,10 @@ from preact_kernels.conversion import user_modules
 from preact_kernels.conversion.norm_modules import is_norm
 from preact_kernels.kernels.contract import Block
 from preact_kernels.memory import check_model_and_input, saved_storages
-from preact_kernels.modules.blocks import PreActBlock, fused_blocks
-from preact_kernels.modules.preact_stage import PreActStage, is_fusable
+from preact_kernels.modules.preact_stage import PreActStage
 from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.blocks import stage_values
-from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
+from preact_kernels.ops.memory_mode import MEMORY_MODES, STORE, MemoryMode
 from preact_kernels.ops.preact_stage import Recorder, StageCall, preact_stage
 from preact_kernels.ops.saved_tensors import save
 from preact_kernels.torch_compat import BatchNormBase, FakeTensor, FakeTensorMode, storage_id
@@ -249,21 +247,14 @@ class _Stages:
         self._names = {module: name for name, module in model.named_modules()}
         for module in self._names:
             if isinstance(module, PreActStage):
-                run = functools.partial(self._run, module)
-                module.forward = run  # type: ignore[method-assign]
+                recorded = functools.partial(self._run, module)
+                module.forward = recorded  # type: ignore[method-assign]
             if (conversion := user_modules.conversion_of(module)) is not None:
                 conversion.extra_types = (FakeTensor,)
                 conversion.run_stage = self._run_converted
 
     def _run(self, stage: PreActStage, x: Tensor) -> Tensor:
-        record = self._recorder(stage)
-        for is_fused, blocks in itertools.groupby(stage, is_fusable):
-            if is_fused:
-                x = fused_blocks(cast(list[PreActBlock], list(blocks)), x, record=record)
-            else:
-                for block in blocks:
-                    x = block(x)
-        return x
+        return stage.run(x, STORE, self._recorder(stage))
 
     def _run_converted(
         self,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from preact_kernels.activations import RELU
 from preact_kernels.modules.conv import conv_arguments, is_stage_conv, plain_conv
 from preact_kernels.modules.norm import is_bare_norm, plain_batch_norm
-from preact_kernels.norms import BatchNorm, process_group
+from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
 from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.autocast import compute_dtype, is_autocast
@@ -45,15 +45,25 @@ class PreActBlock(nn.Module):
         """The convolution of the shortcut; None if the shortcut is the input."""
         return cast("nn.Conv2d | None", self._modules.get("shortcut"))
 
-    def is_fusable(self) -> bool:
-        """Whether the fused block may read the children's parameters instead of calling them."""
+    def arguments(self) -> BlockArguments | None:
+        """What the fused block reads of its children; None if it must call them."""
         if not self.fused:
-            return False
+            return None
+        units = []
         for bn, conv in self.units():
             if not (is_bare_norm(bn) and is_stage_conv(conv)):
-                return False
+                return None
+            units.append(UnitArguments(BatchNorm.of_module(bn), RELU, conv_arguments(conv)))
         projection = self.projection()
-        return projection is None or is_stage_conv(projection)
+        if projection is None:
+            return BlockArguments(units, None, self.is_residual)
+        if not is_stage_conv(projection):
+            return None
+        return BlockArguments(units, conv_arguments(projection), self.is_residual)
+
+    def is_fusable(self) -> bool:
+        """Whether the fused block may read the children's parameters instead of calling them."""
+        return self.arguments() is not None
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """Equals the fused forward; calls the children."""
@@ -71,9 +81,10 @@ class PreActBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, C, H, W]` to `[N, expansion * channels, H / stride, W / stride]`."""
-        if not self.is_fusable() or runs_plain(x):
+        arguments = None if runs_plain(x) else self.arguments()
+        if arguments is None:
             return self.plain_forward(x)
-        return fused_blocks([self], x)
+        return fused_blocks([(self, arguments)], x)
 
 
 @fx.wrap  # depends on autocast, which a symbolic trace does not know
@@ -94,15 +105,15 @@ def _weight_dtype(block: PreActBlock) -> torch.dtype:
 
 
 def fused_blocks(
-    blocks: Sequence[PreActBlock],
+    blocks: Sequence[tuple[PreActBlock, BlockArguments]],
     x: Tensor,
     memory: MemoryMode = STORE,
     record: Recorder | None = None,
 ) -> Tensor:
-    """Runs fusable blocks on `x`, and updates their running statistics once.
+    """Runs blocks on `x`, and updates their running statistics once.
 
     Args:
-        blocks: blocks with equal residual dtypes, all `is_fusable()`.
+        blocks: blocks with equal residual dtypes, each with its `arguments()`.
         x: `[N, C, H, W]`, any strides.
         memory: the memory mode.
         record: see `preact_stage`.
@@ -111,31 +122,22 @@ def fused_blocks(
         The output of the last block, in the dtype of the residual stream.
     """
     checks.check_activation("x", x)
-    dtype = compute_dtype(x)
-    if blocks[0].residual_dtype is not None:
-        dtype = dtype if is_autocast(x) else _weight_dtype(blocks[0])
-        x = in_stream(blocks[0], x)
+    dtype, (first, _) = compute_dtype(x), blocks[0]
+    if first.residual_dtype is not None:
+        dtype = dtype if is_autocast(x) else _weight_dtype(first)
+        x = in_stream(first, x)
     elif x.dtype != dtype:  # autocast: run plain until a projection has cast the stream
         blocks = list(blocks)
         while blocks and (x.dtype != dtype or x.numel() == 0):
-            x = blocks.pop(0).plain_forward(x)
+            block, _ = blocks.pop(0)
+            x = block.plain_forward(x)
         if not blocks:
             return x
-    norms = [bn for block in blocks for bn, _ in block.units()]
-    if x.numel() == 0 and not any(map(process_group, norms)):
-        for block in blocks:
+    arguments = [found for _, found in blocks]
+    if x.numel() == 0 and not any(u.norm.process_group for found in arguments for u in found.units):
+        for block, _ in blocks:
             x = block.plain_forward(x)
         return x
-    arguments = (_arguments(block, dtype != x.dtype) for block in blocks)
-    repeats_norms = len(set(norms)) < len(norms)
-    return preact_stage(arguments, x, dtype, memory, repeats_norms, record)
-
-
-def _arguments(block: PreActBlock, upcasts: bool) -> BlockArguments:
-    units = []
-    for bn, conv in block.units():
-        norm = BatchNorm.of_module(bn, upcasts=upcasts)
-        units.append(UnitArguments(norm, RELU, conv_arguments(conv)))
-    projection = block.projection()
-    shortcut = None if projection is None else conv_arguments(projection)
-    return BlockArguments(units, shortcut, block.is_residual)
+    if dtype != x.dtype:
+        arguments = [found.with_float32_norms() for found in arguments]
+    return preact_stage(arguments, x, dtype, memory, record)

@@ -54,6 +54,7 @@ class BNReLU2d(nn.Module):
         if not (self.fused and is_bare_norm(self.bn)) or runs_plain(x):
             norm = partial(plain_batch_norm, self.bn, residual_dtype=self.residual_dtype)
             return chain(x, norm, partial(F.relu, inplace=is_bare_norm(self.bn)))
-        upcasts = self.residual_dtype is not None and x.dtype == self.residual_dtype
-        given = UnitArguments(BatchNorm.of_module(self.bn, upcasts=upcasts))
-        return run_unit(x, given, prefix="bn_", dims=4)
+        bn = BatchNorm.of_module(self.bn)
+        if self.residual_dtype is not None and x.dtype == self.residual_dtype:
+            bn = bn.in_float32()
+        return run_unit(x, UnitArguments(bn), prefix="bn_", dims=4)

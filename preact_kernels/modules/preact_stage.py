@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from preact_kernels.modules.blocks import PreActBlock, fused_blocks
 from preact_kernels.modules.hooks import has_hooks
+from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.memory_mode import MEMORY_MODES, MemoryMode
 from preact_kernels.ops.plain_operators import runs_plain
+from preact_kernels.ops.preact_stage import Recorder
 
 
 class PreActStage(nn.Sequential):
@@ -76,15 +78,19 @@ class PreActStage(nn.Sequential):
             check_memory(self.memory, None, None, len(self))
         if runs_plain(x):
             return super().forward(x)
-        memory = MemoryMode(self.memory, self.segments, self.anchor_every)
-        fusable: list[PreActBlock] = []  # consecutive blocks for one autograd node
+        return self.run(x, MemoryMode(self.memory, self.segments, self.anchor_every))
+
+    def run(self, x: Tensor, memory: MemoryMode, record: Recorder | None = None) -> Tensor:
+        """Runs the blocks in a memory mode; `record` as in `preact_stage`."""
+        fusable: list[tuple[PreActBlock, BlockArguments]] = []  # for one autograd node
         for block in self:
-            if is_fusable(block):
-                fusable.append(cast(PreActBlock, block))
+            arguments = fused_arguments(block)
+            if arguments is not None:
+                fusable.append((cast(PreActBlock, block), arguments))
                 continue
-            x = block(fused_blocks(fusable, x, memory) if fusable else x)
+            x = block(fused_blocks(fusable, x, memory, record) if fusable else x)
             fusable = []
-        return fused_blocks(fusable, x, memory) if fusable else x
+        return fused_blocks(fusable, x, memory, record) if fusable else x
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         """A block, or for a slice a stage that shares its blocks, in the same memory mode."""
@@ -108,17 +114,22 @@ class PreActStage(nn.Sequential):
         return f"memory={self.memory!r}{''.join(given)}"
 
 
-def is_fusable(block: nn.Module) -> bool:
-    """Whether a stage may read the parameters of a block instead of calling it."""
+# Methods of a block that a stage calls instead of the block, or that these call.
+_METHODS = ("arguments", "units", "projection", "is_fusable", "plain_forward")
+
+
+def fused_arguments(block: nn.Module) -> BlockArguments | None:
+    """What a stage reads of a block; None if it must call it."""
     kind = type(block)
-    return (
-        isinstance(block, PreActBlock)
-        and kind.forward is PreActBlock.forward
-        and kind.__call__ is nn.Module.__call__
-        and kind._call_impl is nn.Module._call_impl
-        and block.is_fusable()
-        and not has_hooks(block, ("units", "projection", "is_fusable", "plain_forward"))
-    )
+    if (
+        not isinstance(block, PreActBlock)
+        or kind.forward is not PreActBlock.forward
+        or kind.__call__ is not nn.Module.__call__
+        or kind._call_impl is not nn.Module._call_impl
+        or has_hooks(block, _METHODS)
+    ):
+        return None
+    return block.arguments()
 
 
 def check_memory(memory: object, segments: object, anchor_every: object, count: int) -> None:

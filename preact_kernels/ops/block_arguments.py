@@ -21,6 +21,11 @@ class BlockArguments(NamedTuple):
     projection: ConvArguments | None  # the shortcut; None: the input
     is_residual: bool = True  # False: no shortcut is added
 
+    def with_float32_norms(self) -> "BlockArguments":
+        """The block with norms that read half-precision parameters and buffers in float32."""
+        units = [u._replace(norm=cast(BatchNorm, u.norm).in_float32()) for u in self.units]
+        return self._replace(units=units)
+
     def weights(self) -> list[Tensor]:
         """The weights of the units' convolutions and of the projection, if any."""
         weights = []
@@ -132,12 +137,14 @@ def _read(arguments: BlockArguments) -> list[Any]:
     convs = [unit.conv for unit in units]
     if projection is not None:
         convs.append(projection)
-    key: list[Any] = [is_residual, len(units), len(convs)]
+    key: list[Any] = [is_residual]
     for unit in units:
-        weight, bias, mean, var, training, momentum, eps, process_group, batch_count = unit.norm[:9]
+        weight, bias, mean, var, training, momentum, eps, process_group, batch_count, any_dtype = (
+            unit.norm[:10]
+        )
         if process_group is not None:
             raise TypeError
-        key += (training, momentum, eps, type(momentum), type(eps), batch_count is None)
+        key += (training, momentum, eps, type(momentum), type(eps), batch_count is None, any_dtype)
         key += (weight is None, bias is None, mean is None, var is None)
         vectors += (weight, bias, mean, var)
     weights: list[Tensor] = []

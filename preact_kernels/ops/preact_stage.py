@@ -157,7 +157,6 @@ def preact_stage(
     x: Tensor,
     dtype: torch.dtype,
     memory: MemoryMode = STORE,
-    repeats_norms: bool = False,
     record: Recorder | None = None,
 ) -> Tensor:
     """Runs blocks on `x`, and updates their running statistics once.
@@ -168,7 +167,6 @@ def preact_stage(
             batch norms have a process group.
         dtype: dtype of the products.
         memory: the memory mode.
-        repeats_norms: whether a batch norm is used more than once.
         record: called instead of the blocks; running statistics are not updated.
 
     Returns:
@@ -215,12 +213,7 @@ def preact_stage(
     y, *batch = PreActStageFunction.apply(call, x, *tensors)
     y = y if channels_last else y.contiguous()
     # Last, so that out of memory leaves the buffers unchanged.
-    means, variances = batch[: len(norms)], batch[len(norms) :]
-    if repeats_norms:  # one by one, in order
-        for bn, mean, var in zip(norms, means, variances, strict=True):
-            update_running_statistics(kernels, [bn], [mean], [var])
-    else:
-        update_running_statistics(kernels, norms, means, variances)
+    update_running_statistics(kernels, norms, batch[: len(norms)], batch[len(norms) :])
     return y
 
 

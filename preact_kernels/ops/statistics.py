@@ -153,9 +153,9 @@ def update_running_statistics(
 ) -> None:
     """Updates running statistics, and counts the batch, in place.
 
-    `running = (1 - momentum) * running + momentum * batch`, in one call per momentum. Only this
-    function writes the buffers of batch norms. While `torch.utils.checkpoint` runs a forward again
-    it does nothing.
+    `running = (1 - momentum) * running + momentum * batch`, in one call per momentum, or one by one
+    if norms share buffers. Only this function writes the buffers of batch norms. It does nothing
+    while `torch.utils.checkpoint` runs a forward again.
 
     Args:
         kernels: the backend's functions.
@@ -169,6 +169,11 @@ def update_running_statistics(
         if bn.running_mean is not None and bn.running_var is not None:
             checks.check_running("running_mean", bn.running_mean)
             checks.check_running("running_var", bn.running_var)
+    if len(norms) > 1 and _share_buffers(norms):
+        for index, bn in enumerate(norms):
+            one = slice(index, index + 1)
+            update_running_statistics(kernels, [bn], means[one], variances[one])
+        return
     by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
     counts = []
     for index, bn in enumerate(norms):
@@ -188,3 +193,13 @@ def update_running_statistics(
         kernels.running_stats_update(targets, values, momentum)
     if counts:
         torch_compat.foreach_add_(counts, 1)
+
+
+def _share_buffers(norms: Sequence[Updated]) -> bool:
+    """Whether norms share a running mean or, without one, a counter of batches."""
+    buffers: list[Tensor] = []
+    for bn in norms:
+        own = bn.batch_count if bn.running_mean is None else bn.running_mean
+        if own is not None:
+            buffers.append(own)
+    return len(set(buffers)) < len(buffers)

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels.activations import ACTIVATIONS
+from preact_kernels.kernels.layout import nhwc
 from preact_kernels.norms import BatchNorm
+from preact_kernels.ops import block_arguments
 from preact_kernels.ops import dispatch as backends
 from preact_kernels.ops.arguments import ConvArguments, UnitArguments
 from preact_kernels.ops.block_arguments import BlockArguments, StageContext, checked_block
@@ -331,16 +333,84 @@ def test_a_block_names_what_was_made_wrong_of_it(name, value, error, message):
     assert_refused(error, message, lambda: block(x), dict(block.named_buffers()))
 
 
-def test_a_block_is_checked_again_for_another_input_dtype_and_without_its_shortcut():
-    norm = BatchNorm(*(torch.ones(8) for _ in range(4)), True, 0.1, 1e-5)
-    conv = ConvArguments(torch.ones(8, 8, 3, 3), None, (1, 1), (1, 1), (1, 1), 1)
-    unit = UnitArguments(norm, conv=conv)
-    context = StageContext(torch.device("cpu"), torch.float32, torch.float32, False)
-    blocks = set()
-    for is_residual, dtype in ((True, torch.float32), (False, torch.float32), (True, torch.half)):
-        arguments = BlockArguments([unit, unit], None, is_residual)
-        blocks.add(checked_block(arguments, (2, 8, 5, 6), dtype, context).block)
-    assert len(blocks) == 3
+def block_call(norm=(), conv=(), context=(), **call):
+    """Arguments of `checked_block`: a block of one unit of 8 channels, with these changes."""
+    tensors = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), torch.ones(8))
+    numbers = {"training": True, "momentum": 0.1, "batch_count": torch.tensor(0)}
+    bn = BatchNorm(**tensors)._replace(**{**numbers, **dict(norm)})
+    pairs = (1, 1), (1, 1), (1, 1)
+    weight = ConvArguments(torch.ones(8, 8, 3, 3), None, *pairs, 1)._replace(**dict(conv))
+    units = [UnitArguments(bn, conv=weight)] * call.get("units", 1)
+    projection = weight if call.get("is_projected") else None
+    block = BlockArguments(units, projection, call.get("is_residual", True))
+    stage = StageContext(torch.device("cpu"), torch.float32, torch.float32, False)
+    shape, dtype = call.get("shape", (2, 8, 5, 6)), call.get("x_dtype", torch.float32)
+    return block, shape, dtype, stage._replace(**dict(context))
+
+
+def cut(t, bytes_left):
+    """A view whose storage is cut."""
+    t.untyped_storage().resize_(bytes_left)
+    return t
+
+
+ONE_VALUE = {"shape": (1, 8, 1, 1)}
+SMALLER = {"conv": {"padding": (0, 0)}}
+IN_HALF = {"stream_dtype": torch.half, "dtype": torch.half}
+# Two calls that differ in one property: what is remembered of the first is not the second's.
+PAIRS = {
+    "training": (ONE_VALUE | {"norm": {"training": False}}, ONE_VALUE),
+    "momentum": ({}, {"norm": {"momentum": NAN}}),
+    "type of momentum": ({}, {"norm": {"momentum": complex(0.1)}}),
+    "eps": ({}, {"norm": {"eps": 0.0}}),
+    "type of eps": ({}, {"norm": {"eps": complex(1e-5)}}),
+    "counter": (
+        {"norm": {"momentum": None}},
+        {"norm": {"momentum": None, "batch_count": None}},
+    ),
+    "no weight": ({}, {"norm": {"weight": None}}),
+    "which vector is missing": ({"norm": {"running_mean": None}}, {"norm": {"bias": None}}),
+    "dtype of statistics": ({}, {"norm": {"running_var": torch.ones(8).int()}}),
+    "any dtype of statistics": (
+        {"norm": {"running_var": torch.ones(8).half(), "has_any_statistics_dtype": True}},
+        {"norm": {"running_var": torch.ones(8).half()}},
+    ),
+    "device of a bias": ({}, {"norm": {"bias": torch.ones(8, device="meta")}}),
+    "gaps": ({}, {"norm": {"weight": cut(torch.ones(16)[::2], 32)}}),
+    "number of values": ({}, {"norm": {"bias": torch.ones(8)[:7]}}),
+    "storage": ({}, {"norm": {"bias": cut(torch.ones(24)[12:20], 64)}}),
+    "shape of a weight": ({}, {"conv": {"weight": torch.ones(8, 8, 1, 9)}}),
+    "strides": ({}, {"conv": {"weight": nhwc(torch.ones(8, 8, 3, 3))}}),
+    "dtype of a weight": ({}, {"conv": {"weight": torch.ones(8, 8, 3, 3).int()}}),
+    "device of a weight": ({}, {"conv": {"weight": torch.ones(8, 8, 3, 3, device="meta")}}),
+    "stride": ({}, {"conv": {"stride": (2, 2)}}),
+    "padding": ({}, SMALLER),
+    "dilation": ({}, {"conv": {"dilation": (2, 2)}}),
+    "groups": ({}, {"conv": {"groups": 2}}),
+    "type of groups": ({}, {"conv": {"groups": True}}),
+    "shape": ({}, {"shape": (2, 7, 5, 6)}),
+    "dtype of the input": ({}, {"x_dtype": torch.half}),
+    "dtypes of the stage": ({}, {"context": IN_HALF}),
+    "shortcut": (
+        {"conv": {"padding": (0, 0)}, "is_residual": False},
+        {"conv": {"padding": (0, 0)}},
+    ),
+    "units": ({}, {"units": 2}),
+    "projection": ({}, {"is_projected": True}),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS.values(), ids=PAIRS)
+def test_a_block_is_checked_again_if_a_property_differs(first, second, monkeypatch):
+    def result(call):
+        try:
+            return checked_block(*block_call(**call))._replace(key=None)
+        except (TypeError, ValueError) as error:
+            return type(error), str(error)
+
+    before, found = result(first), result(second)
+    monkeypatch.setattr(block_arguments, "_read", None)  # not callable: nothing is remembered
+    assert found == result(second) != before
 
 
 @pytest.mark.parametrize("training", [True, False])
