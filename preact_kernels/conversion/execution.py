@@ -83,13 +83,15 @@ def _note(
 
     found = region.outcomes
     for m in matches:
-        convs = {u.norm: u.conv for u in reversed(m.units)}
-        for node in m.nodes:
-            if node.operation is NORM:
-                conv = _module(convs.get(node))
-                reference = None if conv is None else weakref.ref(conv)
-                reason = "" if m.has_conv else m.reason or read()
-                found.append((_module(node), Outcome(m.name, reason, reference)))
+        units = {u.norm: u for u in reversed(m.units)}
+        for node, unit in units.items():
+            if not m.has_conv:
+                found.append((_module(node), Outcome(m.name, m.reason or read())))
+                continue
+            conv = _module(unit.conv)
+            reference = None if conv is None else weakref.ref(conv)
+            refusal = str if region.is_traced else unit.refusal()
+            found.append((_module(node), Outcome(m.name, "", reference, refusal)))
     for node, reason in refused.items():
         found.append((_module(node), Outcome("", reason or read())))
 

@@ -1,12 +1,13 @@
 """Finds recorded nodes that can run fused: units, residual blocks, runs of blocks."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import ACTIVATIONS, DEFAULTS
+from preact_kernels.activations import ACTIVATIONS, DEFAULTS, Activation
 from preact_kernels.conversion.deferred import Node
 from preact_kernels.conversion.operations import (
     ACTIVATION,
@@ -20,7 +21,10 @@ from preact_kernels.conversion.operations import (
     function_name,
     tracked_statistics,
 )
+from preact_kernels.kernels.contract import Conv, Unit, samples_of
+from preact_kernels.kernels.pytorch_conv import unserved
 from preact_kernels.norms import BatchNorm
+from preact_kernels.ops import dispatch
 from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift, UnitArguments
 from preact_kernels.ops.block_arguments import BlockArguments
 
@@ -76,25 +80,48 @@ class Chain(NamedTuple):
 
     def arguments(self, x: Tensor | None = None) -> UnitArguments:
         """The arguments of the unit for its input; scale and shift need `x`."""
-        norm, activation = self.norm, self.activation
+        conv = None
+        if self.conv is not None:
+            weight, *bias = cast(Sequence[Tensor], self.conv.inputs[1:])
+            if self.bias is not None:  # its dtype converts to the result's without rounding
+                bias = [cast(Tensor, self.bias.inputs[1]).flatten().to(weight.dtype)]
+            conv = ConvArguments(weight, bias[0] if bias else None, *self._geometry())
         return UnitArguments(
-            norm.settings.arguments(norm.inputs[1:]),
-            DEFAULTS["identity"] if activation is None else activation.settings,
-            self._conv(),
+            self.norm.settings.arguments(self.norm.inputs[1:]),
+            self._activation(),
+            conv,
             NO_SCALE_SHIFT if x is None else self._scale_shift(x),
             mask=None if self.dropout is None else self.dropout.settings,
         )
 
-    def _conv(self) -> ConvArguments | None:
-        if self.conv is None:
-            return None
-        weight, *bias = cast(Sequence[Tensor], self.conv.inputs[1:])
-        if self.bias is not None:  # its dtype converts to the result's without rounding
-            bias = [cast(Tensor, self.bias.inputs[1]).flatten().to(weight.dtype)]
-        stride, padding, dilation, groups = self.conv.settings.conv
-        if self.pads:
-            padding = tuple(a + b for a, b in zip(padding, self.padding, strict=True))
-        return ConvArguments(weight, bias[0] if bias else None, stride, padding, dilation, groups)
+    def refusal(self) -> Callable[[], str]:
+        """Returns a function that says why the convolution runs in PyTorch; see `Site.refusal`."""
+        x, conv, has_scale = self.norm.inputs[0], cast(Node, self.conv), self.scale or self.shift
+        norm, context = self.norm.settings.norm, self.norm.context
+        unit = Unit(
+            conv.inputs[1].shape,
+            self._geometry(),
+            context.device,
+            dtype=conv.dtype,
+            x_dtype=x.dtype,
+            y_dtype=conv.dtype,  # the backend serves the unit after it casts the weight,
+            weight_dtype=conv.dtype,  # and adds a residual of another dtype afterwards
+            uses_batch=norm.training,
+            activation=self._activation(),
+            has_rows=norm.groups is not None or has_scale is not None,
+        )
+        has_dropout, pixels = self.dropout is not None, samples_of(x.shape)
+        return functools.partial(_refusal, context.backend, unit, pixels, has_dropout)
+
+    def _activation(self) -> Activation:
+        return DEFAULTS["identity"] if self.activation is None else self.activation.settings
+
+    def _geometry(self) -> Conv:
+        conv: Conv = cast(Node, self.conv).settings.conv
+        if not self.pads:
+            return conv
+        padding = tuple(a + b for a, b in zip(conv.padding, self.padding, strict=True))
+        return conv._replace(padding=padding)
 
     def _scale_shift(self, x: Tensor) -> ScaleShift:
         def rows(node: Node | None) -> Tensor | None:
@@ -107,6 +134,17 @@ class Chain(NamedTuple):
         if self.scale is None and self.shift is None:
             return NO_SCALE_SHIFT
         return ScaleShift(shift=rows(self.shift), factor=rows(self.scale))
+
+
+def _refusal(backend: str, unit: Unit, pixels: int, has_dropout: bool) -> str:
+    if has_dropout:
+        return unserved("dropout", "none", "a mask")
+    if len(unit.weight_shape) == 5:
+        return unserved("x", "images and sequences", "volumes")
+    if len(unit.weight_shape) == 3:
+        k, c, r = unit.weight_shape
+        unit = unit._replace(weight_shape=torch.Size((k, c, 1, r)), conv=unit.conv.of_rows())
+    return dispatch.select(backend, unit.device.type, unit.dtype).refusal(unit, pixels)
 
 
 class Match(NamedTuple):

@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ class Outcome(NamedTuple):
     into: str  # the fused operation, or an empty string
     reason: str  # why the norm ran plain, or no convolution ran fused with it
     conv: "weakref.ref[nn.Module] | None" = None  # the convolution that ran fused with it
+    refusal: Callable[[], str] = str  # see `Site`; called for a report only
 
 
 class Site(NamedTuple):
@@ -34,6 +36,8 @@ class Site(NamedTuple):
         into: the fused operation, such as "BN-ReLU-Conv" or "GN-SiLU-Dropout-Conv", or an empty
             string.
         conv: name of the convolution that ran fused with it, or an empty string.
+        refusal: why that convolution ran in PyTorch, on an activation that was computed again and
+            freed at once; or an empty string, if it ran in a kernel of the backend.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Site(NamedTuple):
     reason: str = ""
     into: str = ""
     conv: str = ""
+    refusal: str = ""
 
 
 class ConversionReport(tuple[Site, ...]):
@@ -61,7 +66,8 @@ class ConversionReport(tuple[Site, ...]):
         width = max([len("norm"), *(len(s.name) for s in self)])
         rows = [f"{'norm':{width}}  fused"]
         for s in self:
-            text = ", ".join(filter(None, (s.into, s.conv, s.reason)))
+            refusal = f"PyTorch convolution ({s.refusal})" if s.refusal else ""
+            text = ", ".join(filter(None, (s.into, s.conv, s.reason, refusal)))
             rows.append(f"{s.name:{width}}  {'yes' if s.fused else 'no '}    {text}".rstrip())
         rows.append(f"{len(self.fused)} of {len(self)} norms are fused")
         if self.experimental:

@@ -1,5 +1,6 @@
 """Units of any norm, activation and convolution equal plain PyTorch, and run fused."""
 
+import re
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels import activations
+from preact_kernels.kernels import pytorch_conv
 from tests.convert.any_norm import Net, assert_runs, images, two_units
 from tests.convert.trial import Subject, assert_alike
 
@@ -390,3 +392,56 @@ def test_a_backward_reads_the_data_that_replaced_those_of_a_convolution(dims):
         return y
 
     assert_runs(forward, "GN-SiLU-Conv", "GN-SiLU-Conv", dims=dims)
+
+
+# The report.
+
+# Norm, convolution and dropout for 32 channels; what the report says of the convolution on a CPU.
+CONVOLUTIONS = {
+    "fused": (nn.BatchNorm2d(32), nn.Conv2d(32, 32, 3, padding=1), 0.0, "^$"),
+    "rows": (nn.GroupNorm(4, 32), nn.Conv2d(32, 16, 1), 0.0, "^$"),
+    "sequence": (nn.BatchNorm1d(32), nn.Conv1d(32, 16, 1), 0.0, "^$"),
+    "groups": (nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1, groups=2), 0.0, "^groups: .* 1, got 2$"),
+    "channels": (
+        nn.InstanceNorm2d(32, affine=True),
+        nn.Conv2d(32, 20, 1),
+        0.0,
+        "^conv_weight: .* 32 to 20$",
+    ),
+    "padding": (nn.BatchNorm2d(32), nn.Conv2d(32, 32, 3), 0.0, r"^padding: .* got \(0, 0\)$"),
+    "dropout": (nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1), 0.5, "^dropout: "),
+    "volume": (nn.BatchNorm3d(32), nn.Conv3d(32, 32, 1), 0.0, "^x: .* got volumes$"),
+    "sequence with groups": (nn.GroupNorm(4, 32), nn.Conv1d(32, 8, 3, groups=4), 0.0, "^groups: "),
+}
+
+
+class ReportedNet(nn.Module):
+    def __init__(self, norm, conv, p):
+        super().__init__()
+        self.norm, self.drop, self.conv = norm, nn.Dropout(p), conv
+
+    def forward(self, x):
+        return self.conv(self.drop(F.silu(self.norm(x))))
+
+
+@pytest.mark.parametrize(("norm", "conv", "p", "expected"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_the_report_says_why_a_convolution_runs_in_pytorch(
+    norm, conv, p, expected, backend, monkeypatch
+):
+    model, ran = pk.convert(ReportedNet(norm, conv, p)), []
+    convolve = pytorch_conv._convolve
+    monkeypatch.setattr(pytorch_conv, "_convolve", lambda *a: ran.append(a) or convolve(*a))
+    model(torch.randn(2, 32, *[4] * (conv.weight.dim() - 2)))
+    (site,) = report = pk.conversion_report(model)
+    assert re.search(expected, site.refusal)
+    assert bool(site.refusal) == bool(ran) == ("PyTorch convolution" in str(report))
+    with pk.use_backend("reference"):
+        model(torch.randn(2, 32, *[4] * (conv.weight.dim() - 2)))
+    assert pk.conversion_report(model)[0].refusal
+
+
+def test_the_report_names_the_dtype_that_a_convolution_does_not_serve(backend):
+    model = pk.convert(ReportedNet(nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1), 0.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(2, 32, 4, 4))
+    assert re.search("^x: .* got float32$", pk.conversion_report(model)[0].refusal)
