@@ -25,7 +25,6 @@ class Activation(NamedTuple):
 class Parameter(NamedTuple):
     """The parameter of an activation: a finite number."""
 
-    meaning: str
     default: float
     may_be_zero: bool = True
 
@@ -126,7 +125,7 @@ ACTIVATIONS: dict[str, Row] = {
             **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _input_and_inplace),
             **dict.fromkeys((F.relu_, torch.relu_, Tensor.relu_), _input_in_place),
         },
-        jumps={_aten.relu.default: (0,), _aten.relu_.default: (0,)},
+        jumps=dict.fromkeys((_aten.relu.default, _aten.relu_.default), (0,)),
     ),
     "leaky_relu": Row(
         "LeakyReLU",
@@ -134,9 +133,9 @@ ACTIVATIONS: dict[str, Row] = {
         lambda dy, p, slope: _aten.leaky_relu_backward(dy, p, slope, False),
         nn.LeakyReLU,
         {F.leaky_relu: _leaky_relu, F.leaky_relu_: _in_place(_leaky_relu)},
-        Parameter("negative slope", 0.01),
+        Parameter(0.01),
         lambda module: module.negative_slope,
-        jumps={_aten.leaky_relu.default: (0,)},
+        jumps=dict.fromkeys((_aten.leaky_relu.default, _aten.leaky_relu_.default), (0,)),
     ),
     "identity": Row("Identity", lambda p, _: p, lambda dy, p, _: dy, nn.Identity, {}),
     "relu6": Row(
@@ -150,7 +149,7 @@ ACTIVATIONS: dict[str, Row] = {
             F.hardtanh_: _in_place(_hardtanh),
         },
         of_module=lambda module: 0.0 if (module.min_val, module.max_val) == (0, 6) else None,
-        jumps={_aten.hardtanh.default: (0, 6)},
+        jumps=dict.fromkeys((_aten.hardtanh.default, _aten.hardtanh_.default), (0, 6)),
     ),
     "silu": Row(
         "SiLU",
@@ -181,9 +180,9 @@ ACTIVATIONS: dict[str, Row] = {
         lambda dy, p, alpha: _aten.elu_backward(dy, alpha, 1, 1, False, p),
         nn.ELU,
         {F.elu: _elu, F.elu_: _in_place(_elu)},
-        Parameter("alpha", 1.0),
+        Parameter(1.0),
         lambda module: module.alpha,
-        jumps={_aten.elu.default: (0,)},
+        jumps=dict.fromkeys((_aten.elu.default, _aten.elu_.default), (0,)),
     ),
     "hardswish": Row(
         "Hardswish",
@@ -191,7 +190,7 @@ ACTIVATIONS: dict[str, Row] = {
         lambda dy, p, _: _aten.hardswish_backward(dy, p),
         nn.Hardswish,
         {F.hardswish: _input_and_inplace},
-        jumps={_aten.hardswish.default: (-3, 3)},
+        jumps=dict.fromkeys((_aten.hardswish.default, _aten.hardswish_.default), (-3, 3)),
     ),
     "mish": Row(
         "Mish",
@@ -206,7 +205,7 @@ ACTIVATIONS: dict[str, Row] = {
         lambda dy, p, beta: _aten.softplus_backward(dy, p, beta, _SOFTPLUS_THRESHOLD),
         nn.Softplus,
         {F.softplus: _softplus},
-        Parameter("beta", 1.0, may_be_zero=False),
+        Parameter(1.0, may_be_zero=False),
         lambda module: module.beta if module.threshold == _SOFTPLUS_THRESHOLD else None,
         computes_in_float32=True,
     ),

@@ -42,10 +42,8 @@ def checked_unit(
         norm, activation, conv, scale_shift, *_ = given
         try:
             of_conv = () if conv is None else conv
-            values = (
-                *(x, residual, *norm, *activation, *of_conv, *scale_shift),
-                *(prefix, dims, channels_last),
-            )
+            rest = dims, channels_last
+            values = x, residual, *norm, *activation, *of_conv, *scale_shift, *rest
             key = (type(norm), *checks.described(values), is_autocast(x) and compute_dtype(x))
             found = _passed.get(key)
         except (AttributeError, TypeError, RuntimeError):  # not a tensor, or symbolic sizes

@@ -13,6 +13,7 @@ LAYERS = {
     **dict.fromkeys(("norms", "ops"), 1),
     "modules": 2,
     "models": 3,
+    **dict.fromkeys(("conversion", "graphs", "memory", "planning"), 4),
 }
 # Modules that several backends import.
 SHARED = ("contract", "dropout", "layout", "native", "pytorch_conv", "running_stats")
@@ -81,6 +82,7 @@ def test_backends_do_not_import_themselves_and_ops_do_not_import_what_backends_s
 def test_benchmarks_and_tests_do_not_import_each_other():
     """What both use is in `testbed`, which imports neither. Tests of `bench` are in tests/bench."""
     above = {"bench": ["tests"], "testbed": ["bench", "tests"], "tests": ["bench"]}
+    above["preact_kernels"] = ["bench", "testbed", "tests"]
     found = [
         (path.name, ".".join((other, *names)))
         for folder, others in above.items()
@@ -97,8 +99,9 @@ def test_one_file_finds_frames_of_the_call_stack():
     names, found = ("_getframe", "currentframe", "f_back", "f_locals", "f_code"), set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in names:
-                found.add((path.name, node.attr))
+            name = getattr(node, "attr", None) or getattr(node, "name", None)
+            if name in names:  # as an attribute, or imported by name
+                found.add((path.name, name))
     own = {("call_stack.py", name) for name in names if name != "currentframe"}
     others = {("region.py", "f_back"), ("liveness.py", "f_locals"), ("liveness.py", "f_code")}
     assert found == own | others

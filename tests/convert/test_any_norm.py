@@ -165,6 +165,7 @@ ACTIVATIONS = {
     "Softplus": [F.softplus, nn.Softplus(2.0), lambda h: F.softplus(h, beta=3, threshold=20)],
     "Sigmoid": [torch.sigmoid, lambda h: h.sigmoid_(), nn.Sigmoid(), torch.special.expit],
     "Tanh": [torch.tanh, lambda h: h.tanh_(), nn.Tanh(), F.tanh],
+    "Softsign": [F.softsign, nn.Softsign()],
 }
 
 
@@ -188,6 +189,16 @@ def test_every_function_of_an_activation_runs_fused(name):
 
 def call(function, arguments, options, h):
     return function(h, *arguments, **options)
+
+
+@pytest.mark.parametrize("function", [F.relu, F.silu, F.leaky_relu])
+def test_a_norm_that_an_activation_changed_in_place_may_be_read_again(function):
+    def forward(net, x):
+        h = net.norm(x)
+        a = function(h, inplace=True)
+        return net.conv2(F.silu(net.norm2(net.conv(a) + h)))
+
+    assert_runs(forward, "", "^GN-SiLU-Conv$")
 
 
 def test_a_norm_before_a_convolution_runs_fused():

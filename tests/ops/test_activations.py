@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from preact_kernels.activations import (
     ACTIVATIONS,
+    CALLS,
     DEFAULTS,
     activate,
     activation_gradient,
@@ -30,7 +34,7 @@ def with_parameter(name):
 
 
 def values():
-    return torch.linspace(-7, 7, 14001, dtype=torch.float64)
+    return torch.arange(-7000, 7001, dtype=torch.float64) / 1000
 
 
 @every_row
@@ -51,7 +55,7 @@ def test_gradients_jump_where_the_row_says(name):
 
 def test_a_parameter_of_minus_zero_is_zero():
     """The two are equal keys of remembered checks, but give zeros of another sign."""
-    given = activation_of(("leaky_relu", -0.0)), activation_of_module(torch.nn.LeakyReLU(-0.0))
+    given = activation_of(("leaky_relu", -0.0)), activation_of_module(nn.LeakyReLU(-0.0))
     assert [str(activation.parameter) for activation in given] == ["0.0", "0.0"]
 
 
@@ -68,6 +72,14 @@ def test_modules_are_read(name):
         expected = with_parameter(name) if arguments and row.parameter else DEFAULTS[name]
         assert activation_of_module(module) == expected
         torch.testing.assert_close(module(values()), activate(values(), expected))
+
+
+def test_other_modules_are_not_read():
+    relu6, gelu = nn.ReLU6(), nn.GELU()
+    relu6.max_val, gelu.approximate = 1.0, "other"
+    subclass = type("Subclass", (nn.ReLU,), {})()
+    for module in (relu6, gelu, nn.Softplus(1, 10), subclass):
+        assert activation_of_module(module) is None, module
 
 
 @every_row
@@ -87,31 +99,78 @@ def test_calls_are_read(name):
         expected = activate(values(), activation)
         torch.testing.assert_close(function(*given, **options), expected, msg=label)
         assert torch.equal(x, expected if in_place else values()), label
+        if name != "gelu_tanh" and "hardtanh" not in label:  # others without arguments
+            assert read_call(function, x)[1] == DEFAULTS[name], label
+
+
+def test_the_argument_inplace_is_read():
+    for function in (F.relu, F.relu6, F.silu, F.hardswish, F.mish, F.leaky_relu, F.elu):
+        assert read_call(function, values(), inplace=True)[2] is True, function
+
+
+def test_every_function_with_the_name_of_an_activation_is_read():
+    for place in (F, torch, torch.Tensor, torch.special):
+        for name in (*ACTIVATIONS, "hardtanh", "expit"):
+            for function in (getattr(place, name, None), getattr(place, f"{name}_", None)):
+                calls_a_method = function in (F.sigmoid, F.tanh)
+                assert function is None or calls_a_method or function in CALLS, (place, name)
+
+
+class CalledOperators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found.add(function)
+        return function(*args, **kwargs or {})
+
+
+@every_row
+def test_the_operators_whose_gradient_jumps_are_those_that_run(name):
+    row = ACTIVATIONS[name]
+    with CalledOperators() as run:
+        activate(values(), DEFAULTS[name])
+        for function in row.calls:
+            options = {"min_val": 0, "max_val": 6.0} if "hardtanh" in function.__name__ else {}
+            function(values(), **options)
+    if row.jumps:  # others also run operators such as `detach`
+        names = {operator.name().partition(".")[0] for operator in row.jumps}
+        found = {f for f in run.found if f.name().partition(".")[0].rstrip("_") in names}
+        assert found <= row.jumps.keys() <= run.found | {torch.ops.aten.hardswish_.default}
 
 
 def test_arguments_of_other_functions_are_not_read():
     x = values()
     for function, *arguments in (
-        (torch.nn.functional.hardtanh, -1, 1),
-        (torch.nn.functional.hardtanh, torch.zeros(()), 6),
-        (torch.nn.functional.softplus, 1, 10),
-        (torch.nn.functional.softplus, 0),
-        (torch.nn.functional.leaky_relu, float("inf")),
-        (torch.nn.functional.leaky_relu, True),
-        (torch.nn.functional.leaky_relu_, -0.5),
-        (torch.nn.functional.elu_, -1),
-        (torch.nn.functional.elu, 10**400),
+        (F.hardtanh,),
+        (F.hardtanh_,),
+        (F.hardtanh, -1, 1),
+        (F.hardtanh, 0, 1),
+        (F.hardtanh, -1, 6),
+        (F.hardtanh, torch.zeros(()), 6),
+        (F.softplus, 1, 10),
+        (F.softplus, 0),
+        (F.leaky_relu, float("inf")),
+        (F.leaky_relu, True),
+        (F.leaky_relu_, -0.5),
+        (F.elu_, -1),
+        (F.elu, 10**400),
     ):
         assert read_call(function, x, *arguments)[1] is None, (function, arguments)
-    assert read_call(torch.nn.functional.gelu, x, approximate="other")[1] is None
+    assert read_call(F.gelu, x, approximate="other")[1] is None
     with pytest.raises(TypeError):
         read_call(torch.sigmoid, input=x)
 
 
 def test_documentation_and_tests_name_every_activation():
-    table = re.findall(r"^\| `([a-z_0-9`, ]+)` \|", (ROOT / "docs/norms.md").read_text(), re.M)
+    text = (ROOT / "docs/norms.md").read_text()
+    table = re.findall(r"^\| `([a-z_0-9`, ]+)` \|", text, re.M)
     documented = {name for line in table for name in line.replace("`", "").split(", ")}
     assert documented >= ACTIVATIONS.keys()
+    for name, row in ACTIVATIONS.items():
+        if row.parameter:
+            assert re.search(rf"^\| `{name}` .* {row.parameter.default:g}\W", text, re.M), name
     for name in ACTIVATIONS:
         assert f'`"{name}"`' in inspect.getdoc(pk.group_norm_act), name
     tested = {a if isinstance(a, str) else a[0] for a, _ in cases.ACTIVATIONS.values()}

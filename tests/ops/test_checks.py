@@ -10,14 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.activations import ACTIVATIONS
+from preact_kernels.activations import ACTIVATIONS, Activation
 from preact_kernels.kernels.layout import nhwc
-from preact_kernels.norms import BatchNorm
-from preact_kernels.ops import block_arguments
+from preact_kernels.norms import BatchNorm, GroupNorm, LayerNorm
+from preact_kernels.ops import block_arguments, checks
 from preact_kernels.ops import dispatch as backends
-from preact_kernels.ops.arguments import ConvArguments, UnitArguments
+from preact_kernels.ops.arguments import ConvArguments, ScaleShift, UnitArguments
 from preact_kernels.ops.block_arguments import BlockArguments, StageContext, checked_block
 from preact_kernels.ops.checks import Passed, described
+from preact_kernels.ops.unit import checked_unit
 from tests.cases import (
     NAN,
     ConvCase,
@@ -411,6 +412,77 @@ def test_a_block_is_checked_again_if_a_property_differs(first, second, monkeypat
     before, found = result(first), result(second)
     monkeypatch.setattr(block_arguments, "_read", None)  # not callable: nothing is remembered
     assert found == result(second) != before
+
+
+def unit_call(norm=(), conv=(), unit=(), autocast=None, kind=BatchNorm, **call):
+    """The result of `checked_unit` for a unit of 8 channels with these changes, or its error."""
+    tensors = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), torch.ones(8))
+    bn = kind(**tensors)._replace(**{"training": True, "momentum": 0.1, **dict(norm)})
+    pairs = (1, 1), (1, 1), (1, 1)
+    weight = ConvArguments(torch.ones(8, 8, 3, 3), None, *pairs, 1)._replace(**dict(conv))
+    given = UnitArguments(bn, conv=weight)._replace(**dict(unit))
+    call = {"x": torch.ones(2, 8, 5, 6), **call}
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        try:
+            return checked_unit(call.pop("x"), given, **call)
+        except (TypeError, ValueError) as error:
+            return type(error), str(error)
+
+
+HALF = torch.ones(8).half()
+ROWS = torch.ones(2, 8)
+OF_ONE_GROUP = {
+    "x": nhwc(torch.ones(2, 8, 5, 6)),
+    "unit": {"conv": None},
+    "norm": dict.fromkeys(("weight", "bias", "running_mean", "running_var")) | {"groups": 1},
+}
+# Two calls that differ in one property.
+UNIT_PAIRS = {
+    "shape": ({}, {"x": torch.ones(2, 7, 5, 6)}),
+    "strides": ({}, {"x": nhwc(torch.ones(2, 8, 5, 6))}),
+    "dtype": ({}, {"x": torch.ones(2, 8, 5, 6).int()}),
+    "device": ({}, {"x": torch.ones(2, 8, 5, 6, device="meta")}),
+    "residual": ({}, {"residual": torch.ones(2, 8, 5, 5)}),
+    "class of the norm": (OF_ONE_GROUP | {"kind": GroupNorm}, OF_ONE_GROUP | {"kind": LayerNorm}),
+    "weight": ({}, {"norm": {"weight": torch.ones(7)}}),
+    "running_var": ({}, {"norm": {"running_var": None}}),
+    "training": ({}, {"norm": {"training": False}}),
+    "momentum": ({}, {"norm": {"momentum": NAN}}),
+    "type of eps": ({"norm": {"eps": 0.5}}, {"norm": {"eps": complex(0.5)}}),
+    "process group": ({}, {"norm": {"process_group": object()}}),
+    "counter": (
+        {"norm": {"momentum": None, "batch_count": torch.tensor(0)}},
+        {"norm": {"momentum": None}},
+    ),
+    "any dtype of statistics": (
+        {"norm": {"running_var": HALF, "has_any_statistics_dtype": True}},
+        {"norm": {"running_var": HALF}},
+    ),
+    "activation": ({}, {"unit": {"activation": Activation("silu")}}),
+    "parameter": (
+        {"unit": {"activation": Activation("elu", 1.0)}},
+        {"unit": {"activation": Activation("elu", 2.0)}},
+    ),
+    "no convolution": ({}, {"unit": {"conv": None}}),
+    "bias": ({}, {"conv": {"bias": torch.ones(7)}}),
+    "stride": ({}, {"conv": {"stride": (2, 2)}}),
+    "type of a stride": ({"conv": {"stride": 1}}, {"conv": {"stride": 1.0}}),
+    "groups": ({}, {"conv": {"groups": 2}}),
+    "scale": ({}, {"unit": {"scale_shift": ScaleShift(scale=torch.ones(2, 7))}}),
+    "shift": ({}, {"unit": {"scale_shift": ScaleShift(shift=ROWS)}}),
+    "factor": ({}, {"unit": {"scale_shift": ScaleShift(factor=ROWS)}}),
+    "dims": ({}, {"dims": 3}),
+    "memory format": ({}, {"channels_last": True}),
+    "autocast": ({}, {"autocast": torch.bfloat16}),
+    "dtype of autocast": ({"autocast": torch.bfloat16}, {"autocast": torch.float16}),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), UNIT_PAIRS.values(), ids=UNIT_PAIRS)
+def test_a_unit_is_checked_again_if_a_property_differs(first, second, monkeypatch):
+    before, found = unit_call(**first), unit_call(**second)
+    monkeypatch.setattr(checks, "described", None)  # not callable: nothing is remembered
+    assert found == unit_call(**second) != before
 
 
 @pytest.mark.parametrize("training", [True, False])
