@@ -59,6 +59,7 @@ class NormArguments(_Arguments):
         calls: functions of PyTorch, each with a function of its arguments that returns the input
             and the norm; None for the norm if no class describes it.
         returns_view: whether PyTorch's result is a view.
+        is_listed: whether conversion looks for its modules and functions, and reports them.
     """
 
     __slots__ = ()
@@ -67,6 +68,7 @@ class NormArguments(_Arguments):
     modules: ClassVar[Mapping[Any, tuple[int, ...]]]
     calls: ClassVar[Mapping[Callable, Callable]]
     returns_view: ClassVar[bool] = False
+    is_listed: ClassVar[bool] = True
 
     @classmethod
     def of_module(cls, module: Any, x: Tensor) -> "NormArguments":
@@ -418,6 +420,7 @@ class LayerNorm(GroupNorm):
     __slots__ = ()
 
     title = "LN"
+    is_listed = False  # most layer norms are of vectors, and not served
     modules: ClassVar = {nn.LayerNorm: _ANY_DIMENSIONS}
 
     calls: ClassVar = {F.layer_norm: _layer_norm}

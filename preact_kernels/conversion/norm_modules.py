@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-_NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.GroupNorm,
-    nn.modules.instancenorm._InstanceNorm,
-)
+from preact_kernels.norms import NORMS
 
-_FUNCTIONS = {"batch_norm", "group_norm", "instance_norm"}
+_LISTED = [norm for norm in NORMS if norm.is_listed]
+_NORMS = (
+    *(nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm),
+    *(kind for norm in _LISTED for kind in norm.modules),
+)
+_FUNCTIONS = {function.__name__ for norm in _LISTED for function in norm.calls}
 
 
 def is_norm(module: nn.Module) -> bool:
