@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import ACTIVATIONS, DEFAULTS, Activation
+from preact_kernels.activations import ACTIVATIONS, IDENTITY, Activation
 from preact_kernels.conversion.deferred import Node
 from preact_kernels.conversion.operations import (
     ACTIVATION,
@@ -114,7 +114,7 @@ class Chain(NamedTuple):
         return functools.partial(_refusal, context.backend, unit, pixels, has_dropout)
 
     def _activation(self) -> Activation:
-        return DEFAULTS["identity"] if self.activation is None else self.activation.settings
+        return IDENTITY if self.activation is None else self.activation.settings
 
     def _geometry(self) -> Conv:
         conv: Conv = cast(Node, self.conv).settings.conv
