@@ -294,13 +294,11 @@ def is_in_backward() -> bool:
 
 
 def value_of_backward(variable: ContextVar[_Value]) -> _Value | None:
-    """The value of a context variable where the running backward was called, or None.
+    """In a backward, the value of a context variable where it was called, or None.
 
     Autograd copies the context of the caller to its own threads, but does not enter it there. A
     backward that is called in such a thread copies the empty context of the thread.
     """
-    if not is_in_backward():
-        return None
     tls = torch._C
     if tls._is_key_in_tls(variable.name):
         return tls._get_obj_in_tls(variable.name)

@@ -16,7 +16,7 @@ from torch import Tensor
 from preact_kernels.kernels import cpu, cuda, reference
 from preact_kernels.kernels.contract import FLOATS, HALVES, Kernels, Unit
 from preact_kernels.ops import checks, schema
-from preact_kernels.torch_compat import FakeTensor, FunctionalTensor, value_of_backward
+from preact_kernels.torch_compat import FakeTensor, FunctionalTensor, backward_id, value_of_backward
 
 
 class BackendError(RuntimeError):
@@ -398,7 +398,10 @@ def backend_for(
 
 def current() -> str:
     """The selected backend: "auto" or a name."""
-    return _in_context.get() or value_of_backward(_in_context) or _default
+    name = _in_context.get()
+    if name is None and backward_id() != -1:
+        name = value_of_backward(_in_context)
+    return name or _default
 
 
 def _from_environment() -> None:

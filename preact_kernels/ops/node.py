@@ -256,15 +256,16 @@ def _convolved(
     """A unit with a convolution."""
     norm, _, conv, scale_shift, dropout, mask = given
     conv = cast(ConvArguments, conv)
-    dtype = compute_dtype(x)
+    unit, channels_last, _ = checked
+    if x.numel() == 0 and norm.process_group is None:
+        checked = unit_without_conv(x, given)
+    has_kernels = bool(checked.unit.weight_shape)
+    dtype = unit.dtype if has_kernels else compute_dtype(x)
     conv_bias = None if conv.bias is None else conv.bias.to(dtype).contiguous()
     if dropout and mask is None:
         like = x.to(unit_without_conv(x, given).unit.dtype)
         mask = drawn(kernels, x.shape, like, norm.is_channels_last(x), dropout)
-    unit, channels_last, _ = checked
-    if x.numel() == 0 and norm.process_group is None:
-        checked = unit_without_conv(x, given)
-    if not checked.unit.weight_shape:
+    if not has_kernels:
         a, statistics, fixed = _activated(kernels, x, given, checked)
         if mask is not None:
             a = a * mask.noise(a)
