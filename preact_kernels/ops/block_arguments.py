@@ -28,9 +28,10 @@ class BlockArguments(NamedTuple):
 
     def weights(self) -> list[Tensor]:
         """The weights of the units' convolutions and of the projection, if any."""
+        units: Any = self.units
         weights = []
-        for unit in self.units:
-            weights.append(cast(ConvArguments, unit.conv).weight)
+        for unit in units:
+            weights.append(unit.conv.weight)
         if self.projection is not None:
             weights.append(self.projection.weight)
         return weights
@@ -133,8 +134,8 @@ def _read(arguments: BlockArguments) -> list[Any]:
         RuntimeError: a tensor has no storage.
     """
     units, projection, is_residual = arguments
-    vectors: list[Any] = []  # of norms
-    convs = [unit.conv for unit in units]
+    vectors: list[Any] = []  # weights, biases and statistics of norms
+    convs: list[Any] = [unit.conv for unit in units]
     if projection is not None:
         convs.append(projection)
     key: list[Any] = [is_residual]
@@ -148,8 +149,7 @@ def _read(arguments: BlockArguments) -> list[Any]:
         key += (weight is None, bias is None, mean is None, var is None)
         vectors += (weight, bias, mean, var)
     weights: list[Tensor] = []
-    for conv in convs:
-        weight, _, stride, padding, dilation, groups = cast(ConvArguments, conv)
+    for weight, _, stride, padding, dilation, groups in convs:
         key += (weight.shape, weight.stride(), weight.dtype, weight.device)
         key += (stride, padding, dilation, groups, type(groups))
         weights.append(weight)

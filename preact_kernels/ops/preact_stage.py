@@ -6,14 +6,14 @@ the blocks and rebuilds their inputs.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Block, Gradient, Kernels, Statistics
-from preact_kernels.norms import BatchNorm
+from preact_kernels.norms import NormArguments
 from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.autocast import has_autocast, is_autocast
 from preact_kernels.ops.block_arguments import (
@@ -176,7 +176,7 @@ def preact_stage(
     checked: list[Block] = []
     tensors: list[Any] = []  # as `flat_values`
     running: list[Any] = []
-    norms: list[BatchNorm] = []  # in training mode
+    norms: list[NormArguments] = []  # in training mode
     context = StageContext(x.device, x.dtype, dtype, is_autocast(x))
     shape: Sequence[int] = x.shape
     x_dtype = x.dtype
@@ -193,7 +193,7 @@ def preact_stage(
             tensors += (bn.weight, bn.bias) if plain else bn.affine(x, shape[1])
             tensors.append(weight)
             if bn.training:
-                norms.append(cast(BatchNorm, bn))
+                norms.append(bn)
             else:
                 for name in ("running_mean", "running_var"):
                     running.append(getattr(bn, name))

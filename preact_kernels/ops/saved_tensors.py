@@ -11,7 +11,7 @@ from torch import Tensor
 
 def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     """Saves tensors in the forward of an autograd Function."""
-    ctx.is_saved = tuple(t is not None for t in tensors)
+    ctx.is_saved = [t is not None for t in tensors]  # faster than a generator
     ctx.save_for_backward(*[t for t in tensors if t is not None])
 
 

@@ -1,6 +1,7 @@
 """Statistics of norms, sums that share them, and the update of running statistics."""
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -132,6 +133,9 @@ def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tenso
     return found
 
 
+_requires_grad = operator.attrgetter("requires_grad")
+
+
 class Updated(Protocol):
     """What `update_running_statistics` reads of a norm; see `norms.NormArguments`."""
 
@@ -165,10 +169,7 @@ def update_running_statistics(
     """
     if not torch.compiler.is_compiling() and call_stack.is_recomputing():
         return
-    for bn in norms:  # check all before writing any
-        if bn.running_mean is not None and bn.running_var is not None:
-            checks.check_running("running_mean", bn.running_mean)
-            checks.check_running("running_var", bn.running_var)
+    _check_running(norms)  # all before any is written
     if len(norms) > 1 and _share_buffers(norms):
         for index, bn in enumerate(norms):
             one = slice(index, index + 1)
@@ -193,6 +194,17 @@ def update_running_statistics(
         kernels.running_stats_update(targets, values, momentum)
     if counts:
         torch_compat.foreach_add_(counts, 1)
+
+
+def _check_running(norms: Sequence[Updated]) -> None:
+    vectors: list[Tensor] = []
+    for bn in norms:
+        if bn.running_mean is not None and bn.running_var is not None:
+            vectors += (bn.running_mean, bn.running_var)
+    if all(map(Tensor.is_contiguous, vectors)) and not any(map(_requires_grad, vectors)):
+        return  # faster than the same checks one by one
+    for index, t in enumerate(vectors):
+        checks.check_running("running_var" if index % 2 else "running_mean", t)
 
 
 def _share_buffers(norms: Sequence[Updated]) -> bool:
