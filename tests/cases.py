@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from preact_kernels.accuracy.cases import randomised as randomised
@@ -635,6 +636,18 @@ def rebuilt(stage: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> lis
     record_rebuilt(found.append, monkeypatch)
     unit_by_unit(lambda: stage(x).sum().backward())
     return found
+
+
+class CalledOps(TorchDispatchMode):
+    """The names of all ops that are called, as `namespace::name`."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name().partition(".")[0])
+        return function(*args, **kwargs or {})
 
 
 class Autocast(nn.Module):

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
@@ -20,7 +19,7 @@ from preact_kernels.kernels import cpu, cuda
 from preact_kernels.kernels.pytorch_conv import UnitKernels
 from preact_kernels.ops import dispatch as backends
 from testbed.cuda_on_host import serve_cpu
-from tests.cases import SERVED_DTYPES, covering, device_of
+from tests.cases import SERVED_DTYPES, CalledOps, covering, device_of
 from tests.lost_gpu import pytest_runtest_makereport as pytest_runtest_makereport
 
 IS_CUDA_ON_HOST = serve_cpu.install()  # before the backends are counted
@@ -244,18 +243,6 @@ def first_schedule(poisoned_memory, monkeypatch):
     yield
     if IS_CUDA_ON_HOST:
         serve_cpu.set_schedule()
-
-
-class CalledOps(TorchDispatchMode):
-    """The names of all ops that are called, as `namespace::name`."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.name().partition(".")[0])
-        return function(*args, **kwargs or {})
 
 
 @pytest.fixture(autouse=True)
