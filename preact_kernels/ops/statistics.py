@@ -1,7 +1,6 @@
 """Statistics of norms, sums that share them, and the update of running statistics."""
 
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -133,9 +132,6 @@ def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tenso
     return found
 
 
-_requires_grad = operator.attrgetter("requires_grad")
-
-
 class Updated(Protocol):
     """What `update_running_statistics` reads of a norm; see `norms.NormArguments`."""
 
@@ -201,7 +197,7 @@ def _check_running(norms: Sequence[Updated]) -> None:
     for bn in norms:
         if bn.running_mean is not None and bn.running_var is not None:
             vectors += (bn.running_mean, bn.running_var)
-    if all(map(Tensor.is_contiguous, vectors)) and not any(map(_requires_grad, vectors)):
+    if all([t.is_contiguous() and not t.requires_grad for t in vectors]):
         return  # faster than the same checks one by one
     for index, t in enumerate(vectors):
         checks.check_running("running_var" if index % 2 else "running_mean", t)
