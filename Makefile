@@ -105,7 +105,8 @@ endif
 STUDY_TESTS := tests/study
 TOOL_TESTS := tests/bench tests/kernels/test_cuda_on_host.py
 # What depends on the version of torch. The numerics of the kernels do not.
-VERSION_TESTS := tests/behaviour tests/convert tests/stage tests/ops/test_double_backward.py \
+VERSION_TESTS := tests/behaviour tests/convert tests/stage tests/ops/test_activations.py \
+  tests/ops/test_backend.py tests/ops/test_double_backward.py tests/ops/test_norms.py \
   tests/ops/test_layout.py tests/ops/test_native_calls.py \
   $(addprefix --ignore tests/,behaviour/test_accuracy.py behaviour/test_determinism.py \
     stage/test_resnet_1001.py)

@@ -293,11 +293,15 @@ def is_in_backward() -> bool:
     return backward_id() != -1
 
 
+# Whether autograd passes the context of the code that calls a backward to its own threads.
+PASSES_CONTEXTS = hasattr(torch._C, "_remove_obj_from_tls")  # torch 2.13
+
+
 def value_of_backward(variable: ContextVar[_Value]) -> _Value | None:
     """In a backward, the value of a context variable where it was called, or None.
 
-    Autograd copies the context of the caller to its own threads, but does not enter it there. A
-    backward that is called in such a thread copies the empty context of the thread.
+    Needs `PASSES_CONTEXTS`. Autograd does not enter the context in its threads. A backward that is
+    called in such a thread passes on the empty context of the thread.
     """
     tls = torch._C
     if tls._is_key_in_tls(variable.name):

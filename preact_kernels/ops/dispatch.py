@@ -16,7 +16,13 @@ from torch import Tensor
 from preact_kernels.kernels import cpu, cuda, reference
 from preact_kernels.kernels.contract import FLOATS, HALVES, Kernels, Unit
 from preact_kernels.ops import checks, schema
-from preact_kernels.torch_compat import FakeTensor, FunctionalTensor, backward_id, value_of_backward
+from preact_kernels.torch_compat import (
+    PASSES_CONTEXTS,
+    FakeTensor,
+    FunctionalTensor,
+    backward_id,
+    value_of_backward,
+)
 
 
 class BackendError(RuntimeError):
@@ -127,6 +133,9 @@ _default = "auto"  # of `set_backend`
 # Of `use_backend`; None: the default. A new thread begins with None, an asyncio task with the value
 # of the code that created it, a thread of autograd with the value of the code that called it.
 _in_context: ContextVar[str | None] = ContextVar("preact_kernels_backend", default=None)
+# Backends of all `use_backend`s of the process that have not ended, for threads of autograd where
+# they have no other way to know the caller's.
+_entered: list[str] = []
 
 
 def available_backends() -> tuple[str, ...]:
@@ -195,9 +204,11 @@ def use_backend(name: str) -> Iterator[None]:
         return
     previous = _in_context.get()
     _in_context.set(name)
+    _entered.append(name)
     try:
         yield
     finally:
+        _entered.remove(name)
         _in_context.set(previous)  # not by a token: a generator may end in another context
 
 
@@ -400,7 +411,10 @@ def current() -> str:
     """The selected backend: "auto" or a name."""
     name = _in_context.get()
     if name is None and backward_id() != -1:
-        name = value_of_backward(_in_context)
+        if PASSES_CONTEXTS:
+            name = value_of_backward(_in_context)
+        elif _entered:
+            name = _entered[-1]
     return name or _default
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import preact_kernels as pk
 from preact_kernels import __main__ as command
+from preact_kernels import torch_compat
 from preact_kernels.kernels import cpu, cuda, reference
 from preact_kernels.kernels.contract import Conv, Unit
 from preact_kernels.kernels.pytorch_conv import UnitKernels
@@ -243,8 +244,12 @@ def test_tasks_have_the_backend_of_their_own_contexts():
     assert asyncio.run(run()) == (("reference", "auto"), ("auto", "reference"), "auto")
 
 
-def test_threads_of_a_backward_have_the_backend_of_the_code_that_called_it():
+@pytest.mark.parametrize("passes_contexts", {False, torch_compat.PASSES_CONTEXTS})
+def test_threads_of_a_backward_have_the_backend_of_the_code_that_called_it(
+    passes_contexts, monkeypatch
+):
     """Autograd changes threads at every 60th nested backward, and for a GPU at once."""
+    monkeypatch.setattr(backends, "PASSES_CONTEXTS", passes_contexts)
     ran = []
 
     def function(x, depth):
