@@ -46,11 +46,12 @@ class Chain(NamedTuple):
     def nodes(self) -> tuple[Node, ...]:
         """The nodes, in order."""
         first = self.norm, self.scale, self.shift, self.activation, self.dropout
-        return tuple(n for n in (*first, *self.pads, self.conv, self.bias) if n is not None)
+        return tuple([n for n in (*first, *self.pads, self.conv, self.bias) if n is not None])
 
     @property
     def end(self) -> Node:
-        return self.nodes[-1]
+        last = self.bias or self.conv or self.activation
+        return last or self.shift or self.scale or self.norm
 
     @property
     def fits_stage(self) -> bool:
@@ -96,22 +97,13 @@ class Chain(NamedTuple):
 
     def refusal(self) -> Callable[[], str]:
         """Returns a function that says why the convolution runs in PyTorch; see `Site.refusal`."""
-        x, conv, has_scale = self.norm.inputs[0], cast(Node, self.conv), self.scale or self.shift
-        norm, context = self.norm.settings.norm, self.norm.context
-        unit = Unit(
-            conv.inputs[1].shape,
-            self._geometry(),
-            context.device,
-            dtype=conv.dtype,
-            x_dtype=x.dtype,
-            y_dtype=conv.dtype,  # the backend serves the unit after it casts the weight,
-            weight_dtype=conv.dtype,  # and adds a residual of another dtype afterwards
-            uses_batch=norm.training,
-            activation=self._activation(),
-            has_rows=norm.groups is not None or has_scale is not None,
-        )
-        has_dropout, pixels = self.dropout is not None, samples_of(x.shape)
-        return functools.partial(_refusal, context.backend, unit, pixels, has_dropout)
+        norm, conv = self.norm, cast(Node, self.conv)
+        x, context, groups = norm.inputs[0], norm.context, norm.settings.norm.groups
+        has_rows = groups is not None or (self.scale or self.shift) is not None
+        activation, has_dropout = self._activation(), self.dropout is not None
+        dtypes, shapes = (x.dtype, conv.dtype), (x.shape, conv.inputs[1].shape)
+        unit = shapes, dtypes, self._geometry(), context.device, activation, has_rows
+        return functools.partial(_refusal, unit, context.backend, has_dropout)
 
     def _activation(self) -> Activation:
         return IDENTITY if self.activation is None else self.activation.settings
@@ -136,15 +128,26 @@ class Chain(NamedTuple):
         return ScaleShift(shift=rows(self.shift), factor=rows(self.scale))
 
 
-def _refusal(backend: str, unit: Unit, pixels: int, has_dropout: bool) -> str:
+def _refusal(described: tuple, backend: str, has_dropout: bool) -> str:
+    (x_shape, weight_shape), (x_dtype, dtype), conv, device, activation, has_rows = described
     if has_dropout:
         return unserved("dropout", "none", "a mask")
-    if len(unit.weight_shape) == 5:
+    if len(x_shape) == 5:
         return unserved("x", "images and sequences", "volumes")
-    if len(unit.weight_shape) == 3:
-        k, c, r = unit.weight_shape
-        unit = unit._replace(weight_shape=torch.Size((k, c, 1, r)), conv=unit.conv.of_rows())
-    return dispatch.select(backend, unit.device.type, unit.dtype).refusal(unit, pixels)
+    if len(x_shape) == 3:
+        weight_shape, conv = (*weight_shape[:2], 1, weight_shape[2]), conv.of_rows()
+    unit = Unit(
+        torch.Size(weight_shape),
+        conv,
+        device,
+        dtype=dtype,
+        x_dtype=x_dtype,
+        y_dtype=dtype,  # the backend serves the unit after it casts the weight,
+        weight_dtype=dtype,  # and adds a residual of another dtype afterwards
+        activation=activation,
+        has_rows=has_rows,
+    )
+    return dispatch.select(backend, device.type, dtype).refusal(unit, samples_of(x_shape))
 
 
 class Match(NamedTuple):
