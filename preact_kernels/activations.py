@@ -56,7 +56,7 @@ def number_of(value: Any) -> float | None:
     if not isinstance(value, float | int) or isinstance(value, bool):
         return None
     try:
-        found = float(value) + 0.0  # not -0.0, which equals 0.0 as a key of remembered checks
+        found = float(value)
     except OverflowError:
         return None
     return found if found - found == 0 else None  # Dynamo does not trace `math.isfinite`

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -293,6 +294,11 @@ def is_in_backward() -> bool:
     return backward_id() != -1
 
 
+def is_foreign_thread() -> bool:
+    """Whether Python did not create this thread, such as those of autograd."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
 # Whether autograd passes the context of the code that calls a backward to its own threads.
 PASSES_CONTEXTS = hasattr(torch._C, "_remove_obj_from_tls")  # torch 2.13
 
@@ -301,7 +307,8 @@ def value_of_backward(variable: ContextVar[_Value]) -> _Value | None:
     """In a backward, the value of a context variable where it was called, or None.
 
     Needs `PASSES_CONTEXTS`. Autograd does not enter the context in its threads. A backward that is
-    called in such a thread passes on the empty context of the thread.
+    called in such a thread passes on the empty context of the thread, or the value if the same
+    node has asked for it before.
     """
     tls = torch._C
     if tls._is_key_in_tls(variable.name):

@@ -218,7 +218,7 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         if found and not reason:
             into, reasons = _joined(o.into for o in found), _joined(o.reason for o in found)
             convs = _joined(names.get(id(o.conv()), "") for o in found if o.conv)
-            refusals = _joined(o.refusal() for o in found)
+            refusals = _joined(refusal() for o in found for refusal in o.refusals)
             sites.append(Site(name, True, reasons, into, convs, refusals))
         elif id(module) in own and not reason:
             sites.append(Site(name, True, into=own[id(module)]))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from preact_kernels import call_stack, torch_compat
 from preact_kernels.conversion import user_modules
 from preact_kernels.conversion.deferred import Node, Recording, become_plain
-from preact_kernels.conversion.matching import Match, Matcher
+from preact_kernels.conversion.matching import Match, Matcher, UnitNodes
 from preact_kernels.conversion.operations import (
     ACTIVATION,
     CALL,
@@ -83,15 +83,17 @@ def _note(
 
     found = region.outcomes
     for m in matches:
-        units = {u.norm: u for u in reversed(m.units)}
-        for node, unit in units.items():
+        units: dict[Node, list[UnitNodes]] = {}
+        for u in m.units:
+            units.setdefault(u.norm, []).append(u)
+        for node, own in units.items():
             if not m.has_conv:
                 found.append((_module(node), Outcome(m.name, m.reason or read())))
                 continue
-            conv = _module(unit.conv)
+            conv = _module(own[0].conv)
             reference = None if conv is None else weakref.ref(conv)
-            refusal = str if region.is_traced else unit.refusal()
-            found.append((_module(node), Outcome(m.name, "", reference, refusal)))
+            refusals = () if region.is_traced else tuple([u.refusal() for u in own])
+            found.append((_module(node), Outcome(m.name, "", reference, refusals)))
     for node, reason in refused.items():
         found.append((_module(node), Outcome("", reason or read())))
 

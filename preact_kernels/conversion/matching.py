@@ -29,7 +29,7 @@ from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShi
 from preact_kernels.ops.block_arguments import BlockArguments
 
 
-class Chain(NamedTuple):
+class UnitNodes(NamedTuple):
     """The nodes of a unit: a norm, and what runs fused with it."""
 
     norm: Node
@@ -147,7 +147,7 @@ def _refusal(described: tuple, backend: str, has_dropout: bool) -> str:
         activation=activation,
         has_rows=has_rows,
     )
-    return dispatch.select(backend, device.type, dtype).refusal(unit, samples_of(x_shape))
+    return dispatch.conv_refusal(backend, unit, samples_of(x_shape))
 
 
 class Match(NamedTuple):
@@ -167,7 +167,7 @@ class Match(NamedTuple):
     nodes: tuple[Node, ...]
     end: Node
     inputs: tuple[Node | Tensor, ...]
-    units: tuple[Chain, ...] = ()
+    units: tuple[UnitNodes, ...] = ()
     blocks: tuple[BlockArguments, ...] = ()
     reason: str = ""
 
@@ -177,12 +177,14 @@ class Match(NamedTuple):
         return bool(self.units) and self.units[0].conv is not None
 
 
-def _match(name: str, units: Sequence[Chain], blocks: Sequence[BlockArguments], end: Node) -> Match:
+def _match(
+    name: str, units: Sequence[UnitNodes], blocks: Sequence[BlockArguments], end: Node
+) -> Match:
     nodes = tuple(dict.fromkeys([*(n for u in units for n in u.nodes), end]))
     return Match(name, nodes, end, (nodes[0].inputs[0],), tuple(units), tuple(blocks))
 
 
-def _block_match(units: Sequence[Chain], projection: Chain | None, add: Node) -> Match:
+def _block_match(units: Sequence[UnitNodes], projection: UnitNodes | None, add: Node) -> Match:
     """Returns the match of a residual block."""
     shortcut = None if projection is None else projection.arguments().conv
     block = BlockArguments([u.arguments() for u in units], shortcut)
@@ -190,7 +192,7 @@ def _block_match(units: Sequence[Chain], projection: Chain | None, add: Node) ->
     return _match("residual block", everything, [block], add)
 
 
-def _row_matches(units: list[Chain]) -> list[Match]:
+def _consecutive_matches(units: list[UnitNodes]) -> list[Match]:
     """Returns the match of consecutive units without a shortcut."""
     if len(units) < 2:
         return [_match(u.name, [u], (), u.end) for u in units]
@@ -220,7 +222,7 @@ class Matcher:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._order = {n: i for i, n in enumerate(nodes)}
-        self._chains: dict[Node, Chain] = {}  # candidates for fusion up to the activation, by norm
+        self._candidates: dict[Node, UnitNodes] = {}  # up to the activation, by norm
         self._refused: dict[Node, str] = {}
         self._added: set[Node] = set()  # additions that are part of a match
 
@@ -228,14 +230,14 @@ class Matcher:
         """Returns the matches, and for each other norm why it is not in a match."""
         for node in self._order:
             if node.operation is NORM:
-                chain = self._chain_from(node)
-                if isinstance(chain, str):
-                    self._refused[node] = chain
+                found = self._nodes_from(node)
+                if isinstance(found, str):
+                    self._refused[node] = found
                 else:
-                    self._chains[node] = chain
+                    self._candidates[node] = found
         matches: list[Match] = []
         taken: set[Node] = set()
-        for norm in self._chains:
+        for norm in self._candidates:
             if norm not in taken:
                 new = self._matches_from(norm)
                 matches += new
@@ -256,9 +258,9 @@ class Matcher:
             return None
         return readers[0]
 
-    def _chain_from(self, norm: Node) -> Chain | str:
+    def _nodes_from(self, norm: Node) -> UnitNodes | str:
         """Returns the nodes up to the activation that run fused with a norm, or why none do."""
-        found = Chain(norm)
+        found = UnitNodes(norm)
         reader = self._only_reader(norm)
         if reader is None:
             return "its output is used more than once" if len(self._readers(norm)) > 1 else ""
@@ -290,13 +292,13 @@ class Matcher:
             for u in self._readers(node)
         )
 
-    def _units(self, norm: Node) -> list[Chain] | str:
+    def _units(self, norm: Node) -> list[UnitNodes] | str:
         """Returns a unit per reader of the activation, or why a reader cannot be in a unit.
 
         The reason is empty if only the program reads the activation.
         """
-        chain = self._chains[norm]
-        end = chain.end
+        found = self._candidates[norm]
+        end = found.end
         readers = self._readers(end)
         if end.is_held:
             return "the program holds its activation" if readers else ""
@@ -322,7 +324,7 @@ class Matcher:
                 reads, node = node, following
             if node.operation is not CONV or node.inputs[0] is not reads:
                 return f"no convolution follows ({function_name(node)})"
-            unit = chain._replace(dropout=dropout, pads=tuple(pads), padding=padding)
+            unit = found._replace(dropout=dropout, pads=tuple(pads), padding=padding)
             units.append(unit._replace(conv=node, bias=self._bias_after(node)))
         return units or "nothing reads its activation"
 
@@ -333,56 +335,56 @@ class Matcher:
             return None
         return reader if reader.inputs[1].shape[0] == 1 else None
 
-    def _row(self, unit: Chain) -> list[Chain]:
+    def _consecutive(self, unit: UnitNodes) -> list[UnitNodes]:
         """Returns `unit` and following units, if each alone reads the output of the previous."""
-        row = [unit]
-        while row[-1].fits_stage:
-            reader = self._only_reader(row[-1].end)
-            units = self._units(reader) if reader in self._chains else ""
+        found = [unit]
+        while found[-1].fits_stage:
+            reader = self._only_reader(found[-1].end)
+            units = self._units(reader) if reader in self._candidates else ""
             if isinstance(units, str) or len(units) != 1 or not units[0].fits_stage:
                 break
-            row += units
-        return row
+            found += units
+        return found
 
     def _matches_from(self, norm: Node) -> list[Match]:
         """Returns the matches of a norm, its activation and the units after them."""
         units, x = self._units(norm), norm.inputs[0]
         if len(units) == 2 and not isinstance(units, str):
             for unit, projection in (units, units[::-1]):
-                if block := self._projecting_block(self._row(unit), projection):
+                if block := self._projecting_block(self._consecutive(unit), projection):
                     return [block]
         if isinstance(units, str) or len(units) != 1:
             reason = units if isinstance(units, str) else "several convolutions read its activation"
-            found = self._chains[norm]
+            found = self._candidates[norm]
             if found.activation is None and found.scale is None:
                 self._refused[norm] = reason
                 return []
             return [_match(found.name, [found], (), found.end)._replace(reason=reason)]
-        row = self._row(units[0])
-        last = row[-1].end
+        units = self._consecutive(units[0])
+        last = units[-1].end
         add = self._only_reader(last)
         is_sum = add is not None and add.operation is ADD and add not in self._added
         if add is None or not is_sum or add.inputs[0] is add.inputs[1]:
-            return _row_matches(row)
+            return _consecutive_matches(units)
         other = add.inputs[1] if add.inputs[0] is last else add.inputs[0]
-        if other is x and all(u.fits_stage for u in row) and x.dtype == last.dtype:
-            return [_block_match(row, None, add)]
+        if other is x and all(u.fits_stage for u in units) and x.dtype == last.dtype:
+            return [_block_match(units, None, add)]
         if other.dtype != last.dtype:
-            return _row_matches(row)
-        last_match = _match(f"{row[-1].name} and residual add", row[-1:], (), add)
+            return _consecutive_matches(units)
+        last_match = _match(f"{units[-1].name} and residual add", units[-1:], (), add)
         last_match = last_match._replace(inputs=(*last_match.inputs, other))
-        return [*_row_matches(row[:-1]), last_match]
+        return [*_consecutive_matches(units[:-1]), last_match]
 
-    def _projecting_block(self, row: list[Chain], projection: Chain) -> Match | None:
-        last = row[-1].end
+    def _projecting_block(self, units: list[UnitNodes], projection: UnitNodes) -> Match | None:
+        last = units[-1].end
         add = self._only_reader(last)
         if add is None or add.operation is not ADD or add in self._added:
             return None
         if not projection.fits_stage or self._only_reader(projection.end) is not add:
             return None
-        if set(add.inputs) != {last, projection.end} or not all(u.fits_stage for u in row):
+        if set(add.inputs) != {last, projection.end} or not all(u.fits_stage for u in units):
             return None
-        return _block_match(row, projection, add)
+        return _block_match(units, projection, add)
 
     def _joined(self, found: list[Match]) -> list[Match]:
         """Joins residual blocks to runs if each alone reads the output of the previous block.

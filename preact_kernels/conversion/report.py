@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     into: str  # the fused operation, or an empty string
     reason: str  # why the norm ran plain, or no convolution ran fused with it
     conv: "weakref.ref[nn.Module] | None" = None  # the convolution that ran fused with it
-    refusal: Callable[[], str] = str  # see `Site`; called for a report only
+    refusals: tuple[Callable[[], str], ...] = ()  # see `Site`; one for each convolution
 
 
 class Site(NamedTuple):
@@ -36,8 +36,8 @@ class Site(NamedTuple):
         into: the fused operation, such as "BN-ReLU-Conv" or "GN-SiLU-Dropout-Conv", or an empty
             string.
         conv: name of the convolution that ran fused with it, or an empty string.
-        refusal: why that convolution ran in PyTorch, on an activation that was computed again and
-            freed at once; or an empty string, if it ran in a kernel of the backend.
+        refusal: why that convolution, or the projection beside it, ran in PyTorch; or an empty
+            string, if they ran in kernels of the backend.
     """
 
     name: str

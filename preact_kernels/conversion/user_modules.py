@@ -129,7 +129,7 @@ def add_first_hooks(module: nn.Module, before: Callable, after: Callable) -> lis
 
 
 def add_last_hooks(module: nn.Module, before: Callable, after: Callable) -> list[Any]:
-    """`add_first_hooks`, but after the child's own; `after` also runs if the forward raises."""
+    """Like `add_first_hooks`; its hooks run after the child's own, `after` also after an error."""
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
         module.register_forward_hook(after, always_call=True),

@@ -1,6 +1,5 @@
 """`PreActBlock`, and consecutive blocks as one autograd node."""
 
-import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -23,11 +22,6 @@ from preact_kernels.ops.plain_operators import runs_plain
 from preact_kernels.ops.preact_stage import Recorder, preact_stage
 
 
-@functools.cache
-def _names(unit_count: int) -> list[tuple[str, str]]:
-    return [(f"bn{i}", f"conv{i}") for i in range(1, unit_count + 1)]
-
-
 class PreActBlock(nn.Module):
     """`y = shortcut + F(x)`, where F is a chain of BN-ReLU-Conv units.
 
@@ -44,7 +38,8 @@ class PreActBlock(nn.Module):
     def units(self) -> list[tuple[nn.BatchNorm2d, nn.Conv2d]]:
         """The pairs of batch norm and convolution, in order."""
         children: Any = self._modules
-        return [(children[bn], children[conv]) for bn, conv in _names(self.unit_count)]
+        names = range(1, self.unit_count + 1)
+        return [(children[f"bn{i}"], children[f"conv{i}"]) for i in names]
 
     def projection(self) -> nn.Conv2d | None:
         """The convolution of the shortcut; None if the shortcut is the input."""
@@ -65,10 +60,6 @@ class PreActBlock(nn.Module):
         if not is_stage_conv(projection):
             return None
         return BlockArguments(units, conv_arguments(projection), self.is_residual)
-
-    def is_fusable(self) -> bool:
-        """Whether the fused block may read the children's parameters instead of calling them."""
-        return self.arguments() is not None
 
     def plain_forward(self, x: Tensor) -> Tensor:
         """Equals the fused forward; calls the children."""

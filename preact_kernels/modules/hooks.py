@@ -12,8 +12,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _original(function: Any) -> Any:
-    """The function, unless the program has replaced PyTorch's: then an object that it never is."""
-    return function if function.__module__.startswith("torch.nn.modules.") else object()
+    """The function if it is PyTorch's; if the program has replaced it, an object like no other."""
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    is_original = module.startswith("torch.nn.modules.") and not hasattr(function, "__wrapped__")
+    return function if is_original else object()
 
 
 # The functions that PyTorch's classes call, if the program does not replace them.
@@ -26,7 +28,8 @@ _CONV_FORWARDS = {kind: _original(kind._conv_forward) for kind in CONVOLUTIONS}
 def has_hooks(module: nn.Module, methods: tuple[str, ...] = ()) -> bool:
     """Whether a call of `module` runs hooks or replaced methods.
 
-    Methods can be replaced by an attribute of the module, or on a class of PyTorch.
+    Finds methods that an attribute of the module replaces. On classes of PyTorch it finds a
+    replaced `forward`, and `_conv_forward`.
 
     Args:
         module: the module.

@@ -115,7 +115,7 @@ class PreActStage(nn.Sequential):
 
 
 # Methods of a block that a stage calls instead of the block, or that these call.
-_METHODS = ("arguments", "units", "projection", "is_fusable", "plain_forward")
+_METHODS = ("arguments", "units", "projection", "plain_forward")
 
 
 def fused_arguments(block: nn.Module) -> BlockArguments | None:

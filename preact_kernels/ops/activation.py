@@ -30,7 +30,7 @@ def activation_of(value: Any) -> Activation:
     if expected is None:
         raise ValueError(f"activation: expected no parameter of {name!r}, got {parameter[0]!r}")
     checks.check_number("activation", parameter[0])
-    number = float(parameter[0]) + 0.0  # not -0.0, which equals 0.0 as a key of remembered checks
+    number = float(parameter[0])
     is_finite = number - number == 0  # Dynamo does not trace `math.isfinite`
     if not is_finite or (number == 0 and not expected.may_be_zero):
         wanted = f"a finite number{'' if expected.may_be_zero else ' other than 0'}"

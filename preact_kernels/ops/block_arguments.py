@@ -130,7 +130,7 @@ def _read(arguments: BlockArguments) -> list[Any]:
 
     Raises:
         TypeError: a batch norm has a process group, which a key must not keep alive, or a vector
-            has gaps, whose strides the key does not contain.
+            is not contiguous, as the key does not contain its stride.
         RuntimeError: a tensor has no storage.
     """
     units, projection, is_residual = arguments

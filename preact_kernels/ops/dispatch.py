@@ -21,6 +21,7 @@ from preact_kernels.torch_compat import (
     FakeTensor,
     FunctionalTensor,
     backward_id,
+    is_foreign_thread,
     value_of_backward,
 )
 
@@ -133,8 +134,7 @@ _default = "auto"  # of `set_backend`
 # Of `use_backend`; None: the default. A new thread begins with None, an asyncio task with the value
 # of the code that created it, a thread of autograd with the value of the code that called it.
 _in_context: ContextVar[str | None] = ContextVar("preact_kernels_backend", default=None)
-# Backends of all `use_backend`s of the process that have not ended, for threads of autograd where
-# they have no other way to know the caller's.
+# The same for all threads, for threads of autograd that do not know the code that called them.
 _entered: list[str] = []
 
 
@@ -178,7 +178,20 @@ def set_backend(name: str) -> None:
     if torch.compiler.is_compiling() or _in_context.get() is None:
         _default = name
     else:
-        _in_context.set(name)
+        _leave()
+        _enter(name)
+
+
+def _enter(name: str) -> None:
+    _in_context.set(name)
+    _entered.append(name)
+
+
+def _leave(previous: str | None = None) -> None:
+    name = _in_context.get()
+    if name in _entered:  # False if a generator ends in another context
+        del _entered[len(_entered) - 1 - _entered[::-1].index(name)]
+    _in_context.set(previous)  # not by a token, which belongs to one context
 
 
 @contextlib.contextmanager
@@ -187,9 +200,9 @@ def use_backend(name: str) -> Iterator[None]:
 
     The backward of a call runs on the backend that ran its forward. Other threads and asyncio tasks
     that run at the same time keep theirs. A task that is created inside begins with this backend, a
-    thread with the backend of `set_backend`; a backward that is called inside has this backend in
-    all of its threads. Inside of a compiled function this has no effect: use
-    it around the call.
+    thread with the backend of `set_backend`. A backward that is called inside has this backend in
+    all of its threads; docs/backends.md names exceptions. Inside of a compiled function this has no
+    effect: use it around the call.
 
     Args:
         name: one of `available_backends()`, or `"auto"`.
@@ -203,13 +216,11 @@ def use_backend(name: str) -> Iterator[None]:
         yield
         return
     previous = _in_context.get()
-    _in_context.set(name)
-    _entered.append(name)
+    _enter(name)
     try:
         yield
     finally:
-        _entered.remove(name)
-        _in_context.set(previous)  # not by a token: a generator may end in another context
+        _leave(previous)
 
 
 def _refusal(
@@ -301,9 +312,18 @@ def experimental_backend(device_type: str, dtype: torch.dtype) -> str:
 
 def _traced_refusal(unit: Unit, pixels: int | None) -> str:
     """`Kernels.refusal` of the backend that will run a traced op."""
+    return conv_refusal(current(), unit, pixels)
+
+
+def conv_refusal(name: str, unit: Unit, pixels: int | None) -> str:
+    """`Kernels.refusal` of a backend, or of the one that "auto" selects.
+
+    Raises:
+        BackendError: the backend cannot serve the device or the dtype.
+    """
     if unit.device.type == "meta":
         return schema.FAKES.refusal(unit, pixels)
-    return select(current(), unit.device.type, unit.dtype).refusal(unit, pixels)
+    return select(name, unit.device.type, unit.dtype).refusal(unit, pixels)
 
 
 _registered = schema.RegisteredKernels(_traced_refusal)
@@ -413,7 +433,7 @@ def current() -> str:
     if name is None and backward_id() != -1:
         if PASSES_CONTEXTS:
             name = value_of_backward(_in_context)
-        elif _entered:
+        elif _entered and is_foreign_thread():
             name = _entered[-1]
     return name or _default
 

@@ -204,10 +204,11 @@ def _check_running(norms: Sequence[Updated]) -> None:
 
 
 def _share_buffers(norms: Sequence[Updated]) -> bool:
-    """Whether norms share a running mean or, without one, a counter of batches."""
+    """Whether norms share a running mean, or a counter of batches that an average reads."""
     buffers: list[Tensor] = []
     for bn in norms:
-        own = bn.batch_count if bn.running_mean is None else bn.running_mean
-        if own is not None:
-            buffers.append(own)
+        if bn.running_mean is not None:
+            buffers.append(bn.running_mean)
+        if bn.momentum is None and bn.batch_count is not None:
+            buffers.append(bn.batch_count)
     return len(set(buffers)) < len(buffers)

@@ -1,5 +1,6 @@
 """Checks of a unit, and its `Unit`."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ def checked_unit(
         norm, activation, conv, scale_shift, *_ = given
         try:
             of_conv = () if conv is None else conv
-            rest = dims, channels_last
+            rest = math.copysign(1.0, activation.parameter), dims, channels_last  # 0.0 is not -0.0
             values = x, residual, *norm, *activation, *of_conv, *scale_shift, *rest
             key = (type(norm), *checks.described(values), is_autocast(x) and compute_dtype(x))
             found = _passed.get(key)

@@ -451,6 +451,32 @@ def test_the_report_says_why_a_convolution_runs_in_pytorch(
     assert pk.conversion_report(model)[0].refusal
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_report_of_a_backend_by_name_on_another_device(device, backend):
+    model = pk.convert(ReportedNet(nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1), 0.0).to(device))
+    with pk.use_backend("cpu"):
+        model(torch.randn(2, 32, 4, 4, device=device))
+        assert bool(pk.conversion_report(model)[0].refusal) is (device == "meta")
+
+
+def test_the_report_says_why_a_projection_runs_in_pytorch(backend):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.conv = nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1, bias=False)
+            self.projection = nn.Conv2d(32, 32, 1, groups=2, bias=False)
+
+        def forward(self, x):
+            a = F.relu(self.norm(x))
+            return self.conv(a) + self.projection(a)
+
+    model = pk.convert(Block())
+    model(torch.randn(2, 32, 4, 4))
+    (site,) = pk.conversion_report(model)
+    assert (site.into, site.conv) == ("residual block", "conv")
+    assert re.search("^groups: .* got 2$", site.refusal)
+
+
 def test_the_report_names_the_dtype_that_a_convolution_does_not_serve(backend):
     model = pk.convert(ReportedNet(nn.BatchNorm2d(32), nn.Conv2d(32, 32, 1), 0.0))
     with torch.autocast("cpu", torch.bfloat16):

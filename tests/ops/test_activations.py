@@ -20,7 +20,6 @@ from preact_kernels.activations import (
     activation_of_module,
     read_call,
 )
-from preact_kernels.ops.activation import activation_of
 from tests import cases
 
 ROOT = Path(__file__).parents[2]
@@ -51,12 +50,6 @@ def test_gradients_jump_where_the_row_says(name):
     steps = activation_gradient(torch.ones_like(p), p, activation).diff().abs()
     found = {round(float(p[i]), 2) for i in steps.gt(0.05).nonzero().flatten()}
     assert found == {v for jumps in ACTIVATIONS[name].jumps.values() for v in jumps}
-
-
-def test_a_parameter_of_minus_zero_is_zero():
-    """The two are equal keys of remembered checks, but give zeros of another sign."""
-    given = activation_of(("leaky_relu", -0.0)), activation_of_module(nn.LeakyReLU(-0.0))
-    assert [str(activation.parameter) for activation in given] == ["0.0", "0.0"]
 
 
 @every_row

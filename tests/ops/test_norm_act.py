@@ -255,3 +255,12 @@ def test_gradients_depend_on_the_sign_of_the_rounded_pre_activation(
 
     for found, expected in zip(gradients(fused, x.device), gradients(plain, "cpu"), strict=True):
         assert same_bits(found.cpu(), expected)
+
+
+@pytest.mark.backends("cpu")
+@pytest.mark.parametrize("slope", [0.0, -0.0])
+def test_the_sign_of_a_slope_of_zero_is_that_of_this_call(slope, backend):
+    x, activation = torch.randn(2, 4, 5, 6), ("leaky_relu", slope)
+    pk.group_norm_act(x, 2, activation=("leaky_relu", -slope))  # what passes once is remembered
+    expected = F.leaky_relu(F.group_norm(x, 2), slope)
+    assert torch.equal(pk.group_norm_act(x, 2, activation=activation).signbit(), expected.signbit())

@@ -54,6 +54,21 @@ def test_a_block_used_twice_takes_two_batches_into_the_cumulative_average(backen
         torch.testing.assert_close(bn.running_mean, expected.running_mean)
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("names", [("running_mean", "running_var"), ("num_batches_tracked",)])
+def test_norms_of_a_stage_may_share_buffers(names, momentum, backend):
+    stage = random_stage()
+    for bn in norms(stage):
+        bn.momentum = momentum
+    for name in names:
+        setattr(stage[2].bn2, name, getattr(stage[3].bn2, name))
+    plain, x = plain_copy(stage), torch.randn(3, 10, 7, 6)
+    for module in (stage, plain, stage, plain):
+        module(x)
+    for found, expected in zip(stage.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_many_variances_become_unbiased_as_each_alone_does(dtype):
     counts = [12, 12, 7, 12, 1, 1]  # of samples
