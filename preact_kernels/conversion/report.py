@@ -1,6 +1,7 @@
 """The report of what ran fused in the last call of a model, for each norm."""
 
 import os
+import re
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -66,7 +67,8 @@ class ConversionReport(tuple[Site, ...]):
         width = max([len("norm"), *(len(s.name) for s in self)])
         rows = [f"{'norm':{width}}  fused"]
         for s in self:
-            refusal = f"PyTorch convolution ({s.refusal})" if s.refusal else ""
+            arguments = ", ".join(dict.fromkeys(re.findall(r"(\w+): ", s.refusal)))
+            refusal = f"PyTorch convolution ({arguments})" if arguments else ""
             text = ", ".join(filter(None, (s.into, s.conv, s.reason, refusal)))
             rows.append(f"{s.name:{width}}  {'yes' if s.fused else 'no '}    {text}".rstrip())
         rows.append(f"{len(self.fused)} of {len(self)} norms are fused")
