@@ -1,6 +1,7 @@
 """What users do to the children goes on working: hooks, pruning, parametrisations."""
 
 import copy
+import functools
 import types
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import preact_kernels as pk
+from preact_kernels.modules import hooks
 from tests.cases import EVERY_MODULE, random_stage, randomised
 from tests.oracle import check, plain_copy
 
@@ -130,6 +132,13 @@ def test_methods_that_are_replaced_on_a_class_are_called(kind, method, make, mon
     module = make()
     monkeypatch.setattr(kind, method, twice(getattr(kind, method)))
     check(module, plain_copy(module), {"x": images()})
+
+
+def test_a_method_that_was_replaced_before_the_import_is_not_taken_for_the_original():
+    forward = nn.Conv2d.forward
+    replaced = functools.wraps(forward)(lambda *arguments: forward(*arguments) * 2)
+    assert hooks._original(forward) is forward
+    assert hooks._original(replaced) is not replaced
 
 
 def test_pruning_made_permanent_is_fused_again_and_keeps_its_zeros(backend):
