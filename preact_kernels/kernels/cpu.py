@@ -7,7 +7,6 @@ the pixels that it reads. Convolutions with large weights run in PyTorch where i
 
 import functools
 import math
-import operator
 from typing import NamedTuple
 
 import torch
@@ -42,9 +41,6 @@ _VALUES_PER_WEIGHT = {
 _MOST_POINTWISE_WEIGHTS = 512 * 1024
 # PyTorch's copy between NCHW and NHWC on one thread is faster for tensors with fewer elements.
 _LEAST_CONVERTED = 64 * 1024
-
-
-_dtype = operator.attrgetter("dtype")
 
 
 class ConvLimits(NamedTuple):
@@ -194,12 +190,11 @@ class CPUKernels(NativeKernels):
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:
-        dtypes = set(map(_dtype, running))
-        # The op refuses negative views, as it writes to them.
-        is_served = all(map(Tensor.is_contiguous, running)) and not any(map(Tensor.is_neg, running))
-        if dtypes != {torch.float32} or not is_served:
-            super().running_stats_update(running, batch, momentum)
-            return
+        for t in running:
+            # The op refuses negative views, as it writes to them.
+            if t.dtype != torch.float32 or not t.is_contiguous() or t.is_neg():
+                super().running_stats_update(running, batch, momentum)
+                return
         self._ops.running_stats_update.default(running, batch, momentum)
         torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
 

@@ -76,11 +76,10 @@ class UnitFunction(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         conv_weight, conv_bias, residual, bits = of_conv or (None, None, None, None)
-        saved = [x, weight, bias, mean, var]  # only tensors, as tools that draw the graph expect
-        for t in (conv_weight, bits):
-            if t is not None:
-                saved.append(t)
-        ctx.save_for_backward(*saved)
+        optional = () if conv_weight is None else (conv_weight,)
+        optional = optional if bits is None else (*optional, bits)
+        # Only tensors, as tools that draw the graph expect.
+        ctx.save_for_backward(x, weight, bias, mean, var, *optional)
         norm = call.norm(weight, bias, mean, var)
         if conv_weight is None:
             y = call.kernels.norm_act_forward(call.image(x), norm)
