@@ -14,7 +14,7 @@ from preact_kernels.conversion import user_modules
 from preact_kernels.conversion.norm_modules import is_norm
 from preact_kernels.kernels.contract import Block
 from preact_kernels.memory import check_model_and_input, saved_storages
-from preact_kernels.modules.preact_stage import PreActStage
+from preact_kernels.modules.preact_stage import PreActStage, run_blocks
 from preact_kernels.ops.block_arguments import BlockArguments
 from preact_kernels.ops.blocks import stage_values
 from preact_kernels.ops.memory_mode import MEMORY_MODES, STORE, MemoryMode
@@ -247,14 +247,14 @@ class _Stages:
         self._names = {module: name for name, module in model.named_modules()}
         for module in self._names:
             if isinstance(module, PreActStage):
-                recorded = functools.partial(self._run, module)
-                module.forward = recorded  # type: ignore[method-assign]
+                run = functools.partial(self._run, module)
+                module.forward = run  # type: ignore[method-assign]
             if (conversion := user_modules.conversion_of(module)) is not None:
                 conversion.extra_types = (FakeTensor,)
                 conversion.run_stage = self._run_converted
 
     def _run(self, stage: PreActStage, x: Tensor) -> Tensor:
-        return stage.run(x, STORE, self._recorder(stage))
+        return run_blocks(stage, x, STORE, self._recorder(stage))
 
     def _run_converted(
         self,

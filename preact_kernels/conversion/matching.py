@@ -97,13 +97,21 @@ class UnitNodes(NamedTuple):
 
     def refusal(self) -> Callable[[], str]:
         """Returns a function that says why the convolution runs in PyTorch; see `Site.refusal`."""
-        norm, conv = self.norm, cast(Node, self.conv)
-        x, context, groups = norm.inputs[0], norm.context, norm.settings.norm.groups
-        has_rows = groups is not None or (self.scale or self.shift) is not None
-        activation, has_dropout = self._activation(), self.dropout is not None
-        dtypes, shapes = (x.dtype, conv.dtype), (x.shape, conv.inputs[1].shape)
-        unit = shapes, dtypes, self._geometry(), context.device, activation, has_rows
-        return functools.partial(_refusal, unit, context.backend, has_dropout)
+        x, conv, context = self.norm.inputs[0], cast(Node, self.conv), self.norm.context
+        groups = self.norm.settings.norm.groups
+        return functools.partial(  # without nodes, which it would keep alive
+            _refusal,
+            backend=context.backend,
+            device=context.device,
+            x_shape=x.shape,
+            x_dtype=x.dtype,
+            weight_shape=conv.inputs[1].shape,
+            dtype=conv.dtype,
+            conv=self._geometry(),
+            activation=self._activation(),
+            has_rows=groups is not None or (self.scale or self.shift) is not None,
+            has_dropout=self.dropout is not None,
+        )
 
     def _activation(self) -> Activation:
         return IDENTITY if self.activation is None else self.activation.settings
@@ -128,8 +136,20 @@ class UnitNodes(NamedTuple):
         return ScaleShift(shift=rows(self.shift), factor=rows(self.scale))
 
 
-def _refusal(described: tuple, backend: str, has_dropout: bool) -> str:
-    (x_shape, weight_shape), (x_dtype, dtype), conv, device, activation, has_rows = described
+def _refusal(
+    *,
+    backend: str,
+    device: torch.device,
+    x_shape: Sequence[int],
+    x_dtype: torch.dtype,
+    weight_shape: Sequence[int],
+    dtype: torch.dtype,
+    conv: Conv,
+    activation: Activation,
+    has_rows: bool,
+    has_dropout: bool,
+) -> str:
+    """Why a backend runs PyTorch's convolution for a unit, or an empty string."""
     if has_dropout:
         return unserved("dropout", "none", "a mask")
     if len(x_shape) == 5:

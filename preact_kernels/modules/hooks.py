@@ -12,7 +12,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _original(function: Any) -> Any:
-    """The function if it is PyTorch's; if the program has replaced it, an object like no other."""
+    """The function if it is PyTorch's; a new object if the program has replaced it."""
     module = getattr(function, "__globals__", {}).get("__name__", "")
     is_original = module.startswith("torch.nn.modules.") and not hasattr(function, "__wrapped__")
     return function if is_original else object()

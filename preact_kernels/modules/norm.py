@@ -17,7 +17,7 @@ from preact_kernels.ops import checks
 from preact_kernels.ops.plain_operators import has_mixed_dtypes, has_served_parameters
 from preact_kernels.torch_compat import is_transformed
 
-_METHODS = (  # of PyTorch's norms, called by their forwards
+_METHODS = (  # that the forwards of PyTorch's norms call
     *("_check_input_dim", "_check_non_zero_input_channels"),
     *("_apply_instance_norm", "_get_no_batch_dim", "_handle_no_batch_input"),
 )

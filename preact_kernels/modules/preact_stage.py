@@ -78,19 +78,7 @@ class PreActStage(nn.Sequential):
             check_memory(self.memory, None, None, len(self))
         if runs_plain(x):
             return super().forward(x)
-        return self.run(x, MemoryMode(self.memory, self.segments, self.anchor_every))
-
-    def run(self, x: Tensor, memory: MemoryMode, record: Recorder | None = None) -> Tensor:
-        """Runs the blocks in a memory mode; `record` as in `preact_stage`."""
-        fusable: list[tuple[PreActBlock, BlockArguments]] = []  # for one autograd node
-        for block in self:
-            arguments = fused_arguments(block)
-            if arguments is not None:
-                fusable.append((cast(PreActBlock, block), arguments))
-                continue
-            x = block(fused_blocks(fusable, x, memory, record) if fusable else x)
-            fusable = []
-        return fused_blocks(fusable, x, memory, record) if fusable else x
+        return run_blocks(self, x, MemoryMode(self.memory, self.segments, self.anchor_every))
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         """A block, or for a slice a stage that shares its blocks, in the same memory mode."""
@@ -112,6 +100,28 @@ class PreActStage(nn.Sequential):
         names = ("segments", "anchor_every", "residual_dtype")
         given = [f", {n}={getattr(self, n)}" for n in names if getattr(self, n)]
         return f"memory={self.memory!r}{''.join(given)}"
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module], x: Tensor, memory: MemoryMode, record: Recorder | None = None
+) -> Tensor:
+    """Runs the blocks of a stage, consecutive ones as one autograd node.
+
+    Args:
+        blocks: the blocks.
+        x: `[N, C, H, W]`.
+        memory: the memory mode.
+        record: see `preact_stage`.
+    """
+    fusable: list[tuple[PreActBlock, BlockArguments]] = []  # for one autograd node
+    for block in blocks:
+        arguments = fused_arguments(block)
+        if arguments is not None:
+            fusable.append((cast(PreActBlock, block), arguments))
+            continue
+        x = block(fused_blocks(fusable, x, memory, record) if fusable else x)
+        fusable = []
+    return fused_blocks(fusable, x, memory, record) if fusable else x
 
 
 # Methods of a block that a stage calls instead of the block, or that these call.

@@ -104,11 +104,8 @@ class UnitArguments(NamedTuple):
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors that the unit reads or updates besides its input."""
-        norm, _, conv, scale_shift, *_ = self
-        of_conv = () if conv is None else conv[:2]
-        if scale_shift is NO_SCALE_SHIFT:
-            return (*norm[:4], *of_conv)
-        return (*norm[:4], *of_conv, *scale_shift)
+        of_conv = () if self.conv is None else self.conv[:2]
+        return (*self.norm[:4], *of_conv, *self.scale_shift)
 
 
 @fx.wrap  # branches on shapes, unknown in a symbolic trace

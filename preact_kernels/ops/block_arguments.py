@@ -12,6 +12,7 @@ from preact_kernels.kernels.layout import check_storage, is_channels_last, reada
 from preact_kernels.norms import BatchNorm, NormArguments
 from preact_kernels.ops import checks
 from preact_kernels.ops.arguments import ConvArguments, UnitArguments
+from preact_kernels.ops.unit import unit_of
 
 
 class BlockArguments(NamedTuple):
@@ -146,7 +147,7 @@ def _read(arguments: BlockArguments) -> list[Any]:
         if process_group is not None:
             raise TypeError
         key += (training, momentum, eps, type(momentum), type(eps), batch_count is None, any_dtype)
-        key += (weight is None, bias is None, mean is None, var is None)
+        key += (weight is None, bias is None, mean is None, var is None, unit.activation)
         vectors += (weight, bias, mean, var)
     weights: list[Tensor] = []
     for weight, _, stride, padding, dilation, groups in convs:
@@ -175,14 +176,15 @@ def _check(
 ) -> CheckedBlock:
     units: list[Unit] = []
     block_shape, stream, dtype = shape, context.stream_dtype, context.dtype
-    for bn, conv in map(_norm_and_conv, arguments.units):
+    for given in arguments.units:
+        bn, conv = cast(BatchNorm, given.norm), cast(ConvArguments, given.conv)
         bn.check_numbers()
         bn.check_training(shape)
         _check_norm(bn, shape, context)
         _check_weight(conv, shape, context)
         is_last = len(units) + 1 == len(arguments.units)
         y_dtype = stream if is_last and arguments.is_residual else dtype
-        unit = _unit(bn, conv, dtype, x_dtype, y_dtype)
+        unit = _unit(given, conv, dtype, x_dtype, y_dtype)
         units.append(unit)
         x_dtype = dtype
         before, shape = shape, unit.conv.output_shape(shape, unit.weight_shape)
@@ -192,8 +194,8 @@ def _check(
     shapes = block.shapes(block_shape)
     if arguments.projection is not None:
         _check_weight(arguments.projection, block_shape, context)
-        bn, _ = _norm_and_conv(arguments.units[0])
-        unit = _unit(bn, arguments.projection, dtype, units[0].x_dtype, dtype)
+        dtypes = dtype, units[0].x_dtype, dtype
+        unit = _unit(arguments.units[0], arguments.projection, *dtypes)
         block = block._replace(projection=unit)
     if arguments.is_residual:
         projection = block.projection
@@ -212,10 +214,6 @@ def _check(
     )
 
 
-def _norm_and_conv(unit: UnitArguments) -> tuple[BatchNorm, ConvArguments]:
-    return cast(BatchNorm, unit.norm), cast(ConvArguments, unit.conv)
-
-
 def _is_plain(bn: NormArguments, dtype: torch.dtype) -> bool:
     """Whether `BatchNorm.affine` returns weight and bias as they are, for an input in `dtype`."""
     for t in (bn.weight, bn.bias):
@@ -225,23 +223,19 @@ def _is_plain(bn: NormArguments, dtype: torch.dtype) -> bool:
 
 
 def _unit(
-    bn: BatchNorm,
+    given: UnitArguments,
     conv: ConvArguments,
     dtype: torch.dtype,
     x_dtype: torch.dtype,
     y_dtype: torch.dtype,
 ) -> Unit:
-    return Unit(
-        conv.weight.shape,
-        geometry_of(conv),
-        conv.weight.device,
-        dtype=dtype,
+    """The unit with a convolution, which is the projection or its own."""
+    return unit_of(given, conv.weight.device, dtype)._replace(
+        weight_shape=conv.weight.shape,
+        conv=geometry_of(conv),
         x_dtype=x_dtype,
         y_dtype=y_dtype,
         weight_dtype=conv.weight.dtype,
-        uses_batch=bn.training,
-        process_group=bn.process_group,
-        eps=bn.eps,
     )
 
 

@@ -134,8 +134,9 @@ _default = "auto"  # of `set_backend`
 # Of `use_backend`; None: the default. A new thread begins with None, an asyncio task with the value
 # of the code that created it, a thread of autograd with the value of the code that called it.
 _in_context: ContextVar[str | None] = ContextVar("preact_kernels_backend", default=None)
-# The same for all threads, for threads of autograd that do not know the code that called them.
-_entered: list[str] = []
+# Backends of the `use_backend`s that have not ended, in all threads, in order. Threads of autograd
+# that do not know the code that called them take the last one.
+_entered: dict[object, str] = {}
 
 
 def available_backends() -> tuple[str, ...]:
@@ -178,20 +179,7 @@ def set_backend(name: str) -> None:
     if torch.compiler.is_compiling() or _in_context.get() is None:
         _default = name
     else:
-        _leave()
-        _enter(name)
-
-
-def _enter(name: str) -> None:
-    _in_context.set(name)
-    _entered.append(name)
-
-
-def _leave(previous: str | None = None) -> None:
-    name = _in_context.get()
-    if name in _entered:  # False if a generator ends in another context
-        del _entered[len(_entered) - 1 - _entered[::-1].index(name)]
-    _in_context.set(previous)  # not by a token, which belongs to one context
+        _in_context.set(name)
 
 
 @contextlib.contextmanager
@@ -215,12 +203,14 @@ def use_backend(name: str) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    previous = _in_context.get()
-    _enter(name)
+    previous, own = _in_context.get(), object()
+    _in_context.set(name)
+    _entered[own] = name
     try:
         yield
     finally:
-        _leave(previous)
+        del _entered[own]
+        _in_context.set(previous)  # not by a token: a generator may end in another context
 
 
 def _refusal(
@@ -433,8 +423,8 @@ def current() -> str:
     if name is None and backward_id() != -1:
         if PASSES_CONTEXTS:
             name = value_of_backward(_in_context)
-        elif _entered and is_foreign_thread():
-            name = _entered[-1]
+        elif is_foreign_thread() and (entered := list(_entered.values())):
+            name = entered[-1]
     return name or _default
 
 

@@ -15,7 +15,7 @@ from preact_kernels.torch_compat import (
 
 # Types of which kernels may read the memory. Other subclasses of Tensor redefine operators.
 # AOTAutograd traces with functional tensors.
-_SERVED_TYPES = frozenset((Tensor, nn.Parameter, FakeTensor, FunctionalTensor, type(None)))
+_SERVED_TYPES = frozenset((Tensor, nn.Parameter, FakeTensor, FunctionalTensor))
 _TENSOR_LIKE = (Tensor, Proxy)
 
 
@@ -64,7 +64,7 @@ def runs_plain_backward(dy: Tensor) -> bool:
 def has_served_parameters(module: nn.Module) -> bool:
     """Whether kernels may read the parameters of `module`, without its children."""
     # Faster than `any` and `module._parameters`; runs for each child at each call.
-    for t in module.__dict__["_parameters"].values():  # noqa: SIM110
-        if type(t) not in _SERVED_TYPES:
+    for t in module.__dict__["_parameters"].values():
+        if type(t) not in _SERVED_TYPES and t is not None:
             return False
     return True

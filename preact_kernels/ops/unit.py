@@ -90,7 +90,7 @@ def _check(
     if x.dim() == 3:  # sequences run as images of one row
         k, c, r = weight_shape
         weight_shape, geometry = torch.Size((k, c, 1, r)), geometry.of_rows()
-    unit = _unit(given, x.device, dtype)._replace(weight_shape=weight_shape, conv=geometry)
+    unit = unit_of(given, x.device, dtype)._replace(weight_shape=weight_shape, conv=geometry)
     unit = unit._replace(x_dtype=x.dtype, weight_dtype=weight.dtype)
     return CheckedUnit(unit, channels_last)
 
@@ -111,10 +111,10 @@ def unit_without_conv(
         channels_last = norm.is_channels_last(x)
     is_bn_relu = isinstance(norm, BatchNorm) and activation == RELU and not scale_shift.has_any
     may_be_planar = not (channels_last or is_bn_relu or layout.is_channels_last(x))
-    return CheckedUnit(_unit(given, x.device, dtype), channels_last, may_be_planar)
+    return CheckedUnit(unit_of(given, x.device, dtype), channels_last, may_be_planar)
 
 
-def _unit(given: UnitArguments, device: torch.device, dtype: torch.dtype) -> Unit:
+def unit_of(given: UnitArguments, device: torch.device, dtype: torch.dtype) -> Unit:
     """The unit without its convolution, with all tensors in `dtype`."""
     norm = given.norm
     return Unit(

@@ -273,6 +273,21 @@ def test_threads_of_a_backward_have_the_backend_of_the_code_that_called_it(
     assert {name for _, name in ran} == {"auto"}
 
 
+def test_no_block_is_left_entered():
+    """`set_backend` in a task that began inside of a block changes the task alone."""
+
+    async def select(name):
+        pk.set_backend(name)
+        return backends.current()
+
+    async def run():
+        with pk.use_backend("reference"), pk.use_backend("auto"), pk.use_backend("reference"):
+            return await asyncio.create_task(select("auto"))
+
+    assert asyncio.run(run()) == "auto"
+    assert not backends._entered
+
+
 def test_a_generator_may_leave_a_context_in_another_thread():
     def generator():
         with pk.use_backend("reference"):

@@ -341,7 +341,8 @@ def block_call(norm=(), conv=(), context=(), **call):
     bn = BatchNorm(**tensors)._replace(**{**numbers, **dict(norm)})
     pairs = (1, 1), (1, 1), (1, 1)
     weight = ConvArguments(torch.ones(8, 8, 3, 3), None, *pairs, 1)._replace(**dict(conv))
-    units = [UnitArguments(bn, conv=weight)] * call.get("units", 1)
+    activation = Activation(call.get("activation", "relu"))
+    units = [UnitArguments(bn, activation, weight)] * call.get("units", 1)
     projection = weight if call.get("is_projected") else None
     block = BlockArguments(units, projection, call.get("is_residual", True))
     stage = StageContext(torch.device("cpu"), torch.float32, torch.float32, False)
@@ -397,6 +398,7 @@ PAIRS = {
         {"conv": {"padding": (0, 0)}},
     ),
     "units": ({}, {"units": 2}),
+    "activation": ({}, {"activation": "silu"}),
     "projection": ({}, {"is_projected": True}),
 }
 
