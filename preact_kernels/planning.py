@@ -70,6 +70,8 @@ class MemoryPlan:
         other_bytes: bytes saved outside the stages, included in `predicted_bytes`.
         extra_bytes: bytes moved in a step, in addition to mode "store".
         stages: the stages, in order.
+        network: of a converted model, the modes other than "store" for the whole network.
+        chosen: the chosen one of `network`; None: "store" outside the stages.
     """
 
     budget: int
@@ -77,9 +79,11 @@ class MemoryPlan:
     other_bytes: int
     extra_bytes: int
     stages: tuple[StagePlan, ...]
+    network: tuple[StageOption, ...] = ()
+    chosen: StageOption | None = None
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Sets the memory modes of the stages.
+        """Sets the memory modes of the stages, and of a converted model.
 
         Args:
             model: the model given to `plan_memory`, or one with the same stages.
@@ -98,6 +102,9 @@ class MemoryPlan:
             wanted = ", ".join(f"{p.name!r} of {p.blocks} blocks" for p in self.stages)
             has = ", ".join(f"{n!r} of {count} blocks" for n, count in found.items())
             raise ValueError(f"model: expected the stages {wanted}, got {has or 'none'}")
+        for module in model.modules() if self.network else ():
+            if (conversion := user_modules.conversion_of(module)) is not None:
+                conversion.memory = "store" if self.chosen is None else self.chosen.memory
         for stage in self.stages:
             memory = stage.chosen.memory
             if stage.is_converted:
@@ -119,7 +126,14 @@ class MemoryPlan:
                 for o in stage.options
             )
             lines.append(f"{stage.name:{width}} {stage.blocks:>6}{cells}")
-        lines.append(f"{'outside stages':{width}} {'':>6}{self.other_bytes / _MIB:>12,.1f}")
+        if self.chosen is None:
+            lines.append(f"{'outside stages':{width}} {'':>6}{self.other_bytes / _MIB:>12,.1f}")
+        if self.network:
+            cells = "".join(
+                f"{o.saved_bytes / _MIB:>12,.1f}{'*' if o is self.chosen else ' '}"
+                for o in self.network
+            )
+            lines.append(f"{'whole network':{width}} {'':>19}{cells}")
         lines.append(
             f"* chosen: {self.predicted_bytes / _MIB:,.1f} of {self.budget / _MIB:,.1f} MiB, "
             f"{self.extra_bytes / _MIB:,.1f} MiB more to move in a step than with 'store'"
@@ -138,10 +152,12 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
 
     The cost of a mode is the memory traffic that it adds to `"store"`: `"rebuild"` reads y and z
     and writes x for each block input that it rebuilds; `"checkpoint"` also runs the forward again.
-    All combinations of modes are compared.
+    All combinations of modes are compared. For a converted model without `PreActStage`s, so are
+    `"rebuild"` and `"checkpoint"` for the whole network, with the work of all operations that the
+    backward runs again: bytes moved, and products at 8 (CPU) or 100 (GPU) operations a byte.
 
     Args:
-        model: a model with at least one stage.
+        model: a model with at least one stage, or a converted model.
         x: an example input on any device, including the meta device.
         budget: bytes that one forward may save for backward, without parameters.
 
@@ -150,8 +166,8 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the model has no stage, a `PreActStage` does not run or runs twice, or no
-            combination fits; then the message has the smallest budget that does.
+        ValueError: the model is not converted and has no stage, a `PreActStage` does not run or
+            runs twice, or no combination fits; then the message has the smallest budget that does.
     """
     check_model_and_input(model, x)
     if isinstance(budget, bool) or not isinstance(budget, int):
@@ -159,27 +175,31 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     if budget < 0:
         raise ValueError(f"budget: expected at least 0 bytes, got {budget}")
     is_converted = any(map(user_modules.is_converted, model.modules()))
-    is_served = is_converted or any(isinstance(m, PreActStage) for m in model.modules())
-    other_bytes, stages = _options(model, x) if is_served else (0, [])
-    if not stages and not is_converted:
+    has_stage = any(isinstance(m, PreActStage) for m in model.modules())
+    if not is_converted and not has_stage:
         raise ValueError("model: expected at least one PreActStage, or a converted model, got none")
-    if not stages:
-        raise ValueError(
-            "model: it is converted, but runs no residual blocks of norm, ReLU and convolution,"
-            " whose memory modes could be chosen; of other blocks, pk.convert(model, "
-            'memory="checkpoint") and torch.utils.checkpoint keep less'
-        )
+    other_bytes, stages = _options(model, x)
+    network = () if has_stage else _network_options(model, x, stages)
     chosen = _cheapest([s.options for s in stages], budget - other_bytes)
-    if chosen is None:
-        smallest = other_bytes + sum(min(o.saved_bytes for o in s.options) for s in stages)
-        raise ValueError(f"budget: expected at least {smallest} bytes, got {budget}")
+    fitting = [o for o in network if o.saved_bytes <= budget]
+    whole = min(fitting, key=lambda o: (o.extra_bytes, o.saved_bytes), default=None)
+    if chosen is None and whole is None:
+        least = other_bytes + sum(min(o.saved_bytes for o in s.options) for s in stages)
+        least = min([least, *(o.saved_bytes for o in network)])
+        raise ValueError(f"budget: expected at least {least} bytes, got {budget}")
+    if chosen is not None:
+        predicted = other_bytes + sum(o.saved_bytes for o in chosen)
+        extra = sum(o.extra_bytes for o in chosen)
+        if whole is not None and (extra, predicted) <= (whole.extra_bytes, whole.saved_bytes):
+            whole = None
+    if whole is not None:
+        predicted, extra = whole.saved_bytes, whole.extra_bytes
+        chosen = tuple(o for s in stages for o in s.options if o.memory == whole.memory)
     stages = [
         dataclasses.replace(stage, chosen=choice)
-        for stage, choice in zip(stages, chosen, strict=True)
+        for stage, choice in zip(stages, cast(tuple, chosen), strict=True)
     ]
-    predicted = other_bytes + sum(o.saved_bytes for o in chosen)
-    extra = sum(o.extra_bytes for o in chosen)
-    return MemoryPlan(budget, predicted, other_bytes, extra, tuple(stages))
+    return MemoryPlan(budget, predicted, other_bytes, extra, tuple(stages), network, whole)
 
 
 def _cheapest(
@@ -189,6 +209,8 @@ def _cheapest(
 
     Adds stage after stage, and drops combinations that are worse than another one in both.
     """
+    if budget < 0:
+        return None
     best: list[tuple[int, int, tuple[StageOption, ...]]] = [(0, 0, ())]
     for some in options:
         longer = [
@@ -250,7 +272,7 @@ class _Stages:
                 run = functools.partial(self._run, module)
                 module.forward = run  # type: ignore[method-assign]
             if (conversion := user_modules.conversion_of(module)) is not None:
-                conversion.extra_types = (FakeTensor,)
+                conversion.memory, conversion.extra_types = "store", (FakeTensor,)
                 conversion.run_stage = self._run_converted
 
     def _run(self, stage: PreActStage, x: Tensor) -> Tensor:
@@ -315,6 +337,32 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
         other_bytes -= sum(c.x.nbytes for c in calls if c.x.requires_grad and c.y.requires_grad)
     other_bytes += sum(size for size, _ in outside.values())
     return other_bytes, plans
+
+
+def _network_options(
+    model: nn.Module, x: Tensor, stages: Sequence[StagePlan]
+) -> tuple[StageOption, ...]:
+    """The options "rebuild" and "checkpoint" for a whole converted network, from fake runs.
+
+    The extra bytes count the work of what the backward computes again, and that of the stages.
+    """
+    options = []
+    for memory in MEMORY_MODES[1:]:
+        work: list[float] = []
+        with FakeTensorMode():
+            network = _copy_of_shapes(model, x.device if x.is_meta else None)
+            for module in network.modules():
+                if (conversion := user_modules.conversion_of(module)) is not None:
+                    conversion.memory, conversion.extra_types = memory, (FakeTensor,)
+                    conversion.note_work = work.append
+                if is_norm(module):
+                    user_modules.set_memory(module, memory)
+            saved, _ = saved_storages(network, _shape_of(x).requires_grad_(x.requires_grad))
+        extra = round(sum(work)) + sum(
+            o.extra_bytes for s in stages for o in s.options if o.memory == memory
+        )
+        options.append(StageOption(memory, sum(size for size, _ in saved.values()), extra))
+    return tuple(options)
 
 
 def _block_bytes(

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_overloaded_args
 from torch.utils import _python_dispatch as python_dispatch
@@ -285,6 +286,16 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def has_fsdp() -> bool:
+    """Whether `fully_shard` manages a module, whose parameters it frees after each forward."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if states is None or fsdp is None:
+        return False
+    found = list(states._module_state_mapping.values())
+    return any(isinstance(state(), fsdp.FSDPState) for state in found)
+
+
 # Id of the backward that runs on this thread, or -1.
 backward_id = torch._C._current_graph_task_id
 
@@ -353,6 +364,16 @@ def is_exporting() -> bool:
 def is_batch_of_gradients(dy: Tensor) -> bool:
     """Whether `dy` comes from `is_grads_batched`: a legacy vmap, which `is_transformed` ignores."""
     return not torch.compiler.is_compiling() and functorch.is_legacy_batchedtensor(dy)
+
+
+# A weak reference to a storage, whose id no other storage has meanwhile.
+WeakStorage = StorageWeakRef
+
+
+def is_shared(t: Tensor) -> bool:
+    """Whether other tensors share the memory of `t`."""
+    storage = t.untyped_storage()  # the second reference
+    return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def storage_id(t: Tensor) -> int:

@@ -135,8 +135,11 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
     call.region.frame = None
     if is_stopped:
         return
+    conversion = user_modules.conversion_of(call.module)
     try:
         call.region.finish("the end of the model")
+        if conversion is not None and conversion.note_work is not None:
+            conversion.note_work(call.region.recomputation.work)
     finally:
         found: dict[nn.Module, list[Outcome]] = {}
         for module, outcome in call.region.outcomes:

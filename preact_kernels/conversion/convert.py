@@ -59,9 +59,11 @@ def convert(
 
     Args:
         model: any module; it is changed in place.
-        memory: `"store"`, `"rebuild"` or `"checkpoint"`: the memory mode of residual blocks of
-            batch norms and ReLUs, as in `PreActStage`. With `"checkpoint"`, other blocks also save
-            less: the backward computes the tensors between their units again.
+        memory: `"store"`, `"rebuild"` or `"checkpoint"`. Runs of residual blocks of batch norms and
+            ReLUs save what `PreActStage` saves. Elsewhere, `"rebuild"` keeps what convolutions,
+            linear layers and unknown operations wrote, and the backward computes norms,
+            activations, sums, concatenations, pooling and the like again; with `"checkpoint"` also
+            convolutions and linear layers. See docs/memory.md.
         activations: names for activations that `convert` does not recognise, such as custom
             autograd functions: a dictionary from classes of modules, autograd functions and
             operators of `torch.ops` to names as in `pk.group_norm_act`. Values and gradients must

@@ -17,6 +17,7 @@ from preact_kernels.conversion.context import Context
 from preact_kernels.conversion.functions import is_write
 from preact_kernels.conversion.liveness import Reference
 from preact_kernels.conversion.owners import Owner, Owners
+from preact_kernels.conversion.recomputation import Recomputation
 from preact_kernels.conversion.report import Outcome
 from preact_kernels.kernels import layout
 from preact_kernels.ops.block_arguments import BlockArguments
@@ -50,6 +51,7 @@ class Recording(Protocol):
     is_traced: bool
     outcomes: list[tuple[nn.Module | None, Outcome]]
     owners: Owners
+    recomputation: Recomputation
     recomputed: "dict[int, dict[Node, Tensor]]"
     refusal: str
     run_stage: StageRunner | None
@@ -58,6 +60,7 @@ class Recording(Protocol):
 
     def is_recording(self) -> bool: ...
     def is_in_function(self) -> bool: ...
+    def saves_values(self) -> bool: ...
     def caller(self) -> types.FrameType | None: ...
     def context_for(self, device: torch.device) -> Context | None: ...
     def normalises(self, t: Tensor) -> bool: ...
@@ -102,7 +105,7 @@ class Node:
         placed_by: the node whose call of `_DeferredFunction` returned the result's deferred tensor;
             None: this node.
         reference: a reference to the result's deferred tensor, while it exists.
-        memory: memory mode of a stage that begins with this batch norm.
+        memory: the memory mode.
         is_view: whether the result is an autograd view in plain PyTorch.
         is_done: whether the node was computed, alone or in a fused operation.
         value: the result, while it is needed.

@@ -5,7 +5,6 @@ results stay in NHWC, and results that the program reads are converted back.
 """
 
 import contextlib
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,31 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from preact_kernels import call_stack, torch_compat
-from preact_kernels.conversion import user_modules
+from preact_kernels.conversion import repeatable, user_modules
 from preact_kernels.conversion.deferred import Node, Recording, become_plain
 from preact_kernels.conversion.matching import Match, Matcher, UnitNodes
 from preact_kernels.conversion.operations import (
     ACTIVATION,
+    ADD,
     CALL,
     CONTIGUOUS,
     CONV,
     NORM,
-    PAD,
     SCALE,
     SHIFT,
     plain_norm,
     tracked_statistics,
 )
-from preact_kernels.conversion.recomputation import MOST_UNITS, Recomputation, Recomputed
+from preact_kernels.conversion.policy import POLICIES, Policy, Product, work_of_products
+from preact_kernels.conversion.recomputation import Recomputation
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
-from preact_kernels.norms import GroupNorm, InstanceNorm
+from preact_kernels.norms import GroupNorm, InstanceNorm, NormArguments
+from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.memory_mode import MemoryMode
-from preact_kernels.ops.node import run_unit
+from preact_kernels.ops.node import KnownStatistics, run_unit
 from preact_kernels.ops.preact_stage import preact_stage
-
-# Operations after a fused operation that a backward may compute again.
-_REPEATED = (SCALE, SHIFT, ACTIVATION, PAD, CALL, CONV)
 
 # Strided 1x1 convolutions of channels_last tensors with fewer channels can corrupt memory on a CPU
 # (1, 3, 4 and 6 channels in torch 2.13).
@@ -117,12 +115,7 @@ class _Execution:
         # The backward of a custom autograd function may compute nodes again, from values that
         # PyTorch's operators would save.
         self._is_in_function = region.is_in_function()
-        self._recomputation = Recomputation()
-        # A compiler decides what it computes again.
-        is_checkpoint = any(s.nodes[0].memory == "checkpoint" for s in steps if s.name)
-        self._may_recompute = (
-            is_checkpoint and not region.is_traced and torch_compat.has_saved_tensor_hooks()
-        )
+        self._saves_values = region.saves_values()
 
     def run(self) -> None:
         try:
@@ -133,12 +126,17 @@ class _Execution:
                 kept: Any = contextlib.nullcontext()
                 if statistics:
                     kept = torch_compat.without_new_version(tuple(statistics))
-                reading: Any = contextlib.nullcontext()
-                if self._may_recompute and not step.blocks:  # stages apply the memory mode
-                    reading = self._recomputation.reading(zip(step.inputs, inputs, strict=True))
-                with kept, reading:
-                    y = self._values[step.end] = self._result(step, inputs)
-                self._recompute(step, inputs, y)
+                policy = POLICIES.get(step.end.memory) if self._saves_values else None
+                if policy is None:
+                    with kept:
+                        y = self._result(step, inputs)
+                else:
+                    repeated = _Repeated()
+                    with kept, self._region.recomputation.saving():
+                        y = self._result(step, inputs, repeated)
+                    self._remember(policy, step, inputs, y, repeated)
+                    self._region.recomputation.settle(policy)
+                self._values[step.end] = y
                 for node in step.nodes:
                     node.is_done = True
                 del inputs
@@ -167,12 +165,19 @@ class _Execution:
     def _copied(self, value: Node | Tensor, t: Tensor, values: Tensor | None = None) -> Tensor:
         """Converts a tensor to NHWC; `values` are its values in NHWC, if known."""
         copy = _ToChannelsLast.apply(t, values)
-        if self._may_recompute and t.requires_grad:
-            found, context = self._recomputation.find(value, t), self._steps[0].end.context
-            units = 0 if found is None else found.units
-            again = Recomputed(_nhwc, t if found is None else found, (), copy, context, units)
-            self._recomputation.add(value, again, copy)
+        if values is None:
+            self._remember_copy(copy, _nhwc, t)
         return copy
+
+    def _remember_copy(self, copy: Tensor, call: Callable[[Tensor], Tensor], t: Tensor) -> None:
+        """Lets the backward keep one of a tensor and its copy in another memory format."""
+        end = self._steps[0].end
+        policy = POLICIES.get(end.memory) if self._saves_values else None
+        if policy is None or copy is t:
+            return
+        add, rest = self._region.recomputation.add, ((), end.context, 2.0 * copy.nbytes)
+        if not add(policy, copy, call, (t,), *rest):
+            add(policy, t, _unchanged, (copy,), *rest, is_twin=True)
 
     def _release(self, value: Node | Tensor) -> None:
         self._reads[value] -= 1
@@ -181,13 +186,19 @@ class _Execution:
             if isinstance(value, Node):
                 self._values.pop(value, None)
 
-    def _result(self, step: Match, inputs: list[Tensor]) -> Tensor:
+    def _result(
+        self, step: Match, inputs: list[Tensor], repeated: "_Repeated | None" = None
+    ) -> Tensor:
         self._saves_output = False
         if not step.name:
-            return self._plain(step.end, inputs)
+            return self._plain(step.end, inputs, repeated is not None)
         if not step.blocks:
             x, *residual = inputs
-            return run_unit(x, step.units[0].arguments(x), *residual, channels_last=True)
+            given, known = step.units[0].arguments(x), None
+            if repeated is not None:
+                repeated.given = _kept_arguments(given, self._region.recomputation)
+                known = repeated.known
+            return run_unit(x, given, *residual, channels_last=True, known=known)
         first = step.nodes[0]
         module = _module(first)
         if self._region.run_stage is not None:
@@ -196,29 +207,29 @@ class _Execution:
         self._saves_output = name != "store"
         return preact_stage(step.blocks, inputs[0], step.end.dtype, MemoryMode(name))
 
-    def _recompute(self, step: Match, inputs: list[Tensor], y: Tensor) -> None:
-        """Lets backward compute `y` again if it is an inner tensor of a block.
-
-        Inner tensors lie between a block's input and its addition. They are activations, or have a
-        single reader among the steps. Inputs of fused operations are saved in any case.
-        """
-        end = step.end
-        if not self._may_recompute or len(inputs) > 1 or not y.requires_grad:
+    def _remember(
+        self,
+        policy: Policy,
+        step: Match,
+        inputs: list[Tensor],
+        y: Tensor,
+        repeated: "_Repeated",
+    ) -> None:
+        """Lets the backward compute `y` again instead of saving it."""
+        work, product = _work(step, inputs, y)
+        if not y.requires_grad or policy.refuses(work, y, product):
             return
-        is_activation = bool(step.name) and not step.has_conv
-        if self._is_read_outside(end) or (self._reads[end] > 1 and not is_activation):
-            return
-        found = self._recomputation.find(step.inputs[0], inputs[0])
-        units = 0 if found is None else found.units
-        is_inner = step.nodes[0].memory == "checkpoint" if step.name else units > 0
-        units += bool(step.name) or end.operation is CONV
-        call = _call_again(step, inputs[0]) if is_inner and units <= MOST_UNITS else None
+        recomputation, node = self._region.recomputation, step.end
+        call: Any = None
+        in_place: Any = None
+        if repeated.given is not None:
+            call, constants = repeated, repeated.tensors
+        elif not step.name and not _is_unsafe(node):
+            call, constants = _call_again(node, node.inputs[len(inputs) :], recomputation)
+            in_place = _in_place(node, inputs)
         if call is not None:
-            others = [t for n in step.nodes for t in n.inputs if isinstance(t, Tensor)]
-            others = [t for t in others if t is not step.inputs[0]]
-            source = inputs[0] if found is None else found
-            again = Recomputed(call, source, others, y, end.context, units)
-            self._recomputation.add(end, again, y)
+            rest = constants, node.context, work, in_place
+            recomputation.add(policy, y, call, inputs, *rest)
 
     def _may_share(self, contiguous: Node) -> bool:
         """Whether to use a tensor itself instead of a copy in another memory format.
@@ -235,7 +246,7 @@ class _Execution:
     def _is_read_outside(self, node: Node) -> bool:
         return node.is_held or any(u not in self._own for u in node.users)
 
-    def _plain(self, node: Node, inputs: list[Tensor]) -> Tensor:
+    def _plain(self, node: Node, inputs: list[Tensor], saves_less: bool) -> Tensor:
         rest: Sequence[Any] = node.inputs[len(inputs) :]
         if node.operation is NORM:
             if _crashes(node, inputs[0]):
@@ -249,7 +260,13 @@ class _Execution:
             return inputs[0]
         if _is_unsafe(node):
             inputs = [inputs[0].contiguous()]
-        return node.operation.run(node.settings, *inputs, *rest)
+        settings = node.settings
+        if node.operation is CALL and saves_less and inputs[0].requires_grad:
+            func = repeatable.without_indices(
+                settings.func, (inputs[0], *settings.args), settings.kwargs
+            )
+            settings = settings._replace(func=func)
+        return node.operation.run(settings, *inputs, *rest)
 
     def _store(self, node: Node, y: Tensor) -> None:
         """Keeps a result that later steps read, and fills the program's tensor."""
@@ -264,6 +281,7 @@ class _Execution:
         inside = y.detach() if is_nchw else y
         if is_nchw:
             y = _contiguous(y, self._saves_output)
+            self._remember_copy(y, _with_plain_strides, inside)
         elif node.channels_last:
             # The program may change the output in place.
             y = y.clone() if self._saves_output and y.requires_grad else layout.nhwc(y)
@@ -278,21 +296,89 @@ class _Execution:
             self._values[node] = self._copied(node, value, inside) if is_nchw else value
 
 
-def _call_again(step: Match, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Returns a function that computes a step again in a backward, or None to save its result."""
-    node = step.end
+class _Repeated:
+    """Computes a unit again.
+
+    Attributes:
+        given: the arguments of the unit; None for other steps.
+        known: the statistics of its input.
+    """
+
+    given: UnitArguments | None = None
+
+    def __init__(self) -> None:
+        self.known = KnownStatistics()
+
+    def __call__(self, x: Tensor, *residual: Tensor) -> Tensor:
+        given = cast(UnitArguments, self.given)
+        return run_unit(x, given, *residual, channels_last=True, known=self.known)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that a call reads besides its inputs."""
+        norm, _, conv, scale_shift, *_ = cast(UnitArguments, self.given)
+        found = norm.weight, norm.bias, *scale_shift, *((conv.weight, conv.bias) if conv else ())
+        return [t for t in found if t is not None]
+
+
+def _kept_arguments(given: UnitArguments, recomputation: Recomputation) -> UnitArguments:
+    """The arguments for another call; copies those that autograd does not save."""
+    if given.conv is not None and given.conv.bias is not None:
+        bias = recomputation.constant(given.conv.bias)
+        given = given._replace(conv=given.conv._replace(bias=bias))
+    if given.scale_shift.has_any:
+        rows = [t if t is None else recomputation.constant(t) for t in given.scale_shift]
+        given = given._replace(scale_shift=type(given.scale_shift)(*rows))
+    return recomputation.constants(given)
+
+
+def _call_again(
+    node: Node, others: Sequence[Any], recomputation: Recomputation
+) -> tuple[Callable[..., Tensor] | None, list[Tensor]]:
+    """Returns a function that computes a node again, and what it reads besides its inputs."""
+    run, settings = node.operation.run, node.settings
+    rest = [recomputation.constant(t) for t in others]
+    if node.operation is NORM:
+        if settings.norm.process_group:
+            return None, rest
+        settings = settings._replace(norm=_of_this_forward(settings.norm))
+    return lambda *inputs: run(settings, *inputs, *rest), rest
+
+
+def _unchanged(copy: Tensor) -> Tensor:
+    return copy
+
+
+def _in_place(node: Node, inputs: Sequence[Tensor]) -> Callable[..., Tensor] | None:
+    """Returns a function that computes a sum or a ReLU in place of the first of its inputs."""
+    if node.operation is ADD and node.dtype == inputs[0].dtype:
+        return Tensor.add_
+    if node.operation is ACTIVATION and node.settings.name == "relu":
+        return Tensor.relu_
+    return None
+
+
+def _of_this_forward(norm: NormArguments) -> NormArguments:
+    """The arguments of a norm with the same result later, without an update."""
+    if norm.running_mean is None:
+        return norm
+    if norm.training:
+        return norm._replace(running_mean=None, running_var=None, momentum=0.0)
+    return norm.with_copied_statistics()
+
+
+def _work(step: Match, inputs: Sequence[Tensor], y: Tensor) -> tuple[float, Product | None]:
+    """The work of a step, in bytes moved, and its convolution."""
+    moved = float(y.nbytes + sum(t.nbytes for t in inputs))
     if step.name:
-        given = None if step.blocks else step.units[0].arguments(x)
-        if given is None or given.norm.process_group:
-            return None
-        if given.norm.running_mean is not None and given.norm.training:  # no second update
-            norm = given.norm._replace(running_mean=None, running_var=None, momentum=0.0)
-            given = given._replace(norm=norm)
-        return functools.partial(run_unit, given=given, channels_last=True)
-    if node.operation not in _REPEATED or _is_unsafe(node):
-        return None
-    run, settings, rest = node.operation.run, node.settings, node.inputs[1:]
-    return lambda x: run(settings, x, *rest)
+        conv = step.units[0].conv
+    else:
+        conv = step.end if step.end.operation is CONV else None
+    if conv is None:
+        return moved, None
+    weight = cast(Tensor, conv.inputs[1])
+    moved += work_of_products(y.numel() * weight[0].numel(), y.device)
+    return moved, Product.of(inputs[0], weight)
 
 
 def _is_unsafe(node: Node) -> bool:

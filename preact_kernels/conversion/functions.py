@@ -43,6 +43,7 @@ _IN_PLACE_NAMES = {
     *(f"__i{n}__" for n in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__i{n}__" for n in ("and", "or", "xor", "lshift", "rshift", "matmul")),
 }
+_DATA = vars(torch._C.TensorBase)["data"].__get__
 # Functions that update running statistics.
 _UPDATING = {
     F.batch_norm,
@@ -51,6 +52,11 @@ _UPDATING = {
     torch.instance_norm,
     torch.native_batch_norm,
 }
+
+
+def exposes(func: Callable) -> bool:
+    """Whether a function gives access to memory that then changes without a new version."""
+    return func == _DATA or getattr(func, "__name__", "") in _EXPOSING
 
 
 def is_write(func: Callable, args: tuple, kwargs: dict) -> bool:

@@ -213,11 +213,19 @@ def _block_match(units: Sequence[UnitNodes], projection: UnitNodes | None, add: 
 
 
 def _consecutive_matches(units: list[UnitNodes]) -> list[Match]:
-    """Returns the match of consecutive units without a shortcut."""
-    if len(units) < 2:
+    """Returns the matches of consecutive units without a shortcut.
+
+    One node saves all their inputs, so modes that save less run each unit alone.
+    """
+    if len(units) < 2 or _saves_less(units[0].norm):
         return [_match(u.name, [u], (), u.end) for u in units]
     blocks = [BlockArguments([u.arguments()], None, is_residual=False) for u in units]
     return [_match(f"BN-ReLU-Conv, {len(units)} in a row", units, blocks, units[-1].end)]
+
+
+def _saves_less(norm: Node) -> bool:
+    """Whether a memory mode decides what the nodes after a norm save."""
+    return norm.memory != "store" and norm.context.has_grad and not norm.region.is_traced
 
 
 def _joined_match(matches: Sequence[Match]) -> Match:

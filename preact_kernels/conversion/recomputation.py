@@ -1,205 +1,637 @@
-"""Recomputation of inner tensors of blocks in the backward, for memory mode "checkpoint"."""
+"""Tensors that the backward computes again, in memory modes "rebuild" and "checkpoint".
+
+While an operation runs, hooks of saved tensors replace what autograd saves by a `Value`: the
+contents of a storage. An operation that can be repeated gives its result's `Value` a `Recipe`. A
+saved value with a recipe is dropped if that pays (`Policy`), and computed again when the backward
+reads it; other saved values are kept.
+"""
 
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
+from preact_kernels.conversion.containers import mapped
 from preact_kernels.conversion.context import Context
+from preact_kernels.conversion.policy import Policy
+from preact_kernels.torch_compat import FakeTensor
 
-# A backward holds the inner tensors of a chain of units; longer chains are split.
-MOST_UNITS = 4
+_MOST_BYTES_OF_VECTORS = 2**18
+# A backward holds a value that it computed if it reads it again before the forward had saved this
+# many times its bytes, and those of the values computed before it.
+_WINDOW = 4
+# Values that take more work per byte are not computed several times.
+_REPEATED_WORK = 8
 
 
-class Recomputed:
-    """The result of a call, computed again whenever a backward reads it.
+class Geometry(NamedTuple):
+    """The part of a storage that a tensor shows."""
 
-    Args:
-        call: computes the result.
-        source: argument of `call`.
-        others: other tensors that `call` reads.
-        result: the result; it is not kept.
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(t: Tensor) -> "Geometry":
+        return Geometry(t.shape, t.stride(), int(t.storage_offset()))
+
+
+class Part(NamedTuple):
+    """A tensor that shows a part of a value."""
+
+    value: "Value"
+    geometry: Geometry
+
+    def is_temporary(self, result: "Value") -> bool:
+        """Whether nothing else reads the tensor, which has the shape and strides of `result`."""
+        v = self.value
+        is_alike = self.geometry == v.geometry and v.geometry[:2] == result.geometry[:2]
+        return is_alike and v.recipe is not None and not v.positions
+
+    def shown(self, whole: Tensor) -> Tensor:
+        """The part of a tensor with the contents of the value."""
+        own = self.value.geometry
+        if self.geometry == own:
+            return whole
+        if whole.stride() != own.strides:
+            whole = _with_strides(whole, own.strides)
+        offset = whole.storage_offset() + self.geometry.offset - own.offset
+        return whole.as_strided(self.geometry.shape, self.geometry.strides, offset)
+
+
+class Recipe(NamedTuple):
+    """How to compute a value again.
+
+    Attributes:
+        call: computes the value from tensors.
+        inputs: the tensors.
+        constants: other tensors that `call` reads, and their versions.
         context: the modes in which to run `call`.
-        units: number of units to compute again for the result.
+        in_place: does the same, and writes its result to the first input; None: `call` only.
     """
 
-    def __init__(
-        self,
-        call: Callable[[Tensor], Tensor],
-        source: "Tensor | Recomputed",
-        others: Sequence[Tensor],
-        result: Tensor,
-        context: Context,
-        units: int,
-    ) -> None:
-        self._call, self._source, self._context, self.units = call, source, context, units
-        tensors = [source, *others] if isinstance(source, Tensor) else others
-        self._versions = [(t, t._version) for t in tensors]
-        self._strides, self.offset = result.stride(), result.storage_offset()
-        self._hooks: Any = None
-        self._saved_count = 0  # saved tensors that are computed from the source
-        self._value: Tensor | None = None  # for another reader in the same backward
-        # By backward: the source that hooks unpacked, and how many saved tensors still need it.
-        self._unpacked: dict[int, tuple[Tensor, int]] = {}
-        self._lock = threading.RLock()
-        self._is_saved = False
+    call: Callable[..., Tensor]
+    inputs: tuple[Part, ...]
+    constants: tuple[tuple[Tensor, int], ...]
+    context: Context
+    in_place: Callable[..., Tensor] | None
 
-    def save(self, hooks: Any) -> None:
-        """Records that the graph of an operation needs the result.
+
+class Value:
+    """The contents of a storage at one version.
+
+    Attributes:
+        storage: a reference that keeps the id of the storage from being used again.
+        version: version of the tensors of the storage.
+        geometry: what `tensor` shows.
+        dtype: dtype of `tensor`.
+        nbytes: bytes of `tensor`.
+        tensor: the contents, if kept; or while it is not decided.
+        packed: `tensor` as the program's hooks of saved tensors packed it, instead of `tensor`.
+        recipe: how to compute it again; None: it is kept.
+        positions: for each saved tensor, in order, the bytes that were saved before.
+        work: work to compute it from saved values.
+        is_dropped: whether it is saved, and not kept.
+        chain: dropped values to compute before it.
+        unsaved: values to keep only for this one, in order.
+        sources: kept values that it is computed from.
+        reads: saved tensors that are computed from this kept value.
+        uses: saved tensors that are computed from this value, which is neither kept nor dropped.
+        is_source: whether a recipe reads `tensor`.
+    """
+
+    __slots__ = (
+        *(
+            "__weakref__",
+            "chain",
+            "dtype",
+            "geometry",
+            "is_dropped",
+            "is_source",
+            "nbytes",
+            "packed",
+        ),
+        *("positions", "reads", "recipe", "sources", "storage", "tensor", "unsaved", "uses"),
+        *("version", "work"),
+    )
+
+    def __init__(self, t: Tensor, tensor: Tensor | None) -> None:
+        self.storage = torch_compat.WeakStorage(t.untyped_storage())
+        self.version, self.geometry, self.dtype = t._version, Geometry.of(t), t.dtype
+        self.nbytes = t.numel() * t.element_size()
+        self.tensor: Tensor | None = tensor
+        self.packed: Any = None
+        self.recipe: Recipe | None = None
+        self.is_dropped = self.is_source = False
+        self.positions: list[int] = []
+        self.work = 0.0
+        self.chain: frozenset[Value] = frozenset()
+        self.unsaved: tuple[Value, ...] = ()
+        self.sources: frozenset[Value] = frozenset()
+        self.reads = self.uses = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether autograd saves it, or a dropped value is computed from it."""
+        return bool(self.positions or self.reads) and not self.is_dropped
+
+    def keep(self, hooks: Any) -> None:
+        """Keeps `tensor`, as the program's hooks of saved tensors pack it."""
+        self.recipe, self.is_dropped = None, False
+        self.chain, self.sources, self.unsaved = frozenset(), frozenset(), ()
+        if hooks is not None and self.tensor is not None:
+            self.packed, self.tensor = hooks[0](self.tensor), None
+
+    def copy(self, t: Tensor) -> None:
+        """Keeps a copy, as the program may change `t`, a tensor on the storage."""
+        like = torch.empty(0, dtype=self.dtype, device=t.device)
+        geometry = self.geometry.offset, self.geometry.shape, self.geometry.strides
+        self.tensor, self.packed = like.set_(t.untyped_storage().clone(), *geometry), None
+        self.version = self.tensor._version
+
+    @property
+    def has_changed(self) -> bool:
+        return self.tensor is not None and self.tensor._version != self.version
+
+    def checked(self) -> Tensor:
+        """The kept tensor; raises if it has changed since it was saved."""
+        t = cast(Tensor, self.tensor)
+        check(t, self.version)
+        return t
+
+
+class _Saved(NamedTuple):
+    """Replaces a tensor that autograd would save."""
+
+    part: Part
+    position: int
+
+
+class _Unchanged(NamedTuple):
+    """Replaces a tensor that autograd would save, and that is kept in any case."""
+
+    tensor: Tensor
+    version: int
+
+
+class _Packed(NamedTuple):
+    """The same, as the program's hooks packed it."""
+
+    packed: Any
+
+
+class _Pass:
+    """What a backward has computed again, or unpacked, and will read again.
+
+    Attributes:
+        values: by value.
+        read: how many saved tensors it has read, by value, and for kept values also how many that
+            are computed from it.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Value, Tensor] = {}
+        self.read: Counter[Value] = Counter()
+
+    def reads_soon(self, value: Value, first: float) -> bool:
+        """Whether a saved tensor with the value is read before one at position `first`."""
+        left = len(value.positions) - self.read[value]
+        return left > 0 and value.positions[left - 1] >= first
+
+
+class Recomputation:
+    """The values of a region.
+
+    Args:
+        hooks: the program's hooks of saved tensors, to apply to what is kept; or None.
+        frees_parameters: whether parameters may be freed before the backward, as by FSDP2.
+
+    Attributes:
+        work: work of the dropped values, in bytes moved.
+    """
+
+    def __init__(self, hooks: Any, frees_parameters: bool) -> None:
+        self._hooks, self._frees_parameters = hooks, frees_parameters
+        # Values by key. `_fresh` has those with a recipe that are not saved yet.
+        self._known: weakref.WeakValueDictionary[Any, Value] = weakref.WeakValueDictionary()
+        self._fresh: dict[Any, Value] = {}
+        self._undecided: list[Value] = []  # saved by the current operation for the first time
+        self._holding: list[tuple[Any, Value]] = []  # those of `_fresh` that hold unsaved values
+        # Values that are kept for others alone, and storages that code outside may change.
+        self._extra: weakref.WeakSet[Value] = weakref.WeakSet()
+        self._exposed: dict[int, Any] = {}
+        self.work = 0.0
+        self._position = 0
+        self._context: Context | None = None
+        self._passes: dict[int, _Pass] = {}
+        self._lock = threading.RLock()
+
+    def saving(self) -> contextlib.AbstractContextManager:
+        """Context for an operation; call `settle` after it."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def context(self, device: torch.device) -> Context:
+        """The current modes for tensors on a device."""
+        context = self._context
+        if context is None or context.device != device or not context.is_current():
+            context = self._context = Context.current(device)
+        return context
+
+    def add(
+        self,
+        policy: Policy,
+        result: Tensor,
+        call: Callable[..., Tensor],
+        inputs: Sequence[Tensor],
+        constants: Sequence[Tensor],
+        context: Context,
+        work: float,
+        in_place: Callable[..., Tensor] | None = None,
+        is_twin: bool = False,
+    ) -> bool:
+        """Records how an operation computed its result, so that it need not be saved.
 
         Args:
-            hooks: the program's hooks of saved tensors, to apply to the source; or None.
+            policy: decides about the inputs, if the operation saved them.
+            result: the result; ignored if it is not dense, or shares memory with other tensors.
+            call: computes it again, without gradients, from `inputs`.
+            inputs: tensors of the size of an image.
+            constants: other tensors that `call` reads.
+            context: the modes in which the operation ran.
+            work: its work, in bytes moved.
+            in_place: like `call`, but writes to the first input, of the same shape and dtype.
+            is_twin: the result is the older of a tensor and its copy, of which one is to be saved.
+
+        Returns:
+            Whether the result need not be saved.
         """
-        self._is_saved = True
-        self._save_source(hooks)
+        if not all(map(_is_served, (result, *inputs))) or not _is_whole(result):
+            return False
+        if is_small(result):
+            return False
+        if self._frees_parameters and not all(map(is_small, constants)):
+            return False
+        found = self._find(result)
+        is_new = found is None or (found.recipe is None and found in self._undecided)
+        if not is_new or any(_key(t) == _key(result) for t in inputs):
+            return False  # it is a view
+        self._decide(policy, [v for v in self._undecided if v is not found])
+        parts = [self._part(t) for t in inputs]
+        sources = frozenset(p.value for p in parts if p.value.recipe is None)
+        unsaved = [p.value for p in parts if p.value in sources and not p.value.is_kept]
+        value = Value(result, None) if found is None else found
+        chain: frozenset[Value] = frozenset()
+        for part, t in zip(parts, inputs, strict=True):
+            v = part.value
+            if v.recipe is not None:
+                self._keep_if_costly(v, t)
+            if v.recipe is None:
+                sources |= {v}
+                continue
+            chain, sources = chain | v.chain, sources | v.sources
+            if v.is_dropped:
+                chain |= {v}
+            else:
+                unsaved, work = [*unsaved, *(u for u in v.unsaved if not u.is_kept)], work + v.work
+        unsaved = list(dict.fromkeys(unsaved))
+        is_large = 2 * sum(v.nbytes for v in unsaved) > value.nbytes and not is_twin
+        if is_large or any(map(self._is_exposed, unsaved)):
+            return False
+        value.work, value.chain, value.unsaved, value.sources = work, chain, tuple(unsaved), sources
+        for v in sources:
+            v.is_source = True
+        versions = tuple([(t.detach(), t._version) for t in constants])
+        value.recipe = Recipe(call, tuple(parts), versions, context, in_place)
+        if found is None:
+            self._fresh[_key(result)] = value
+            if unsaved:
+                self._holding.append((_key(result), value))
+        return True
 
-    def _save_source(self, hooks: Any) -> None:
-        if isinstance(self._source, Recomputed):
-            self._source._save_source(hooks)
-            return
-        if hooks is not None and self._hooks is None:
-            self._hooks, self._source = hooks, hooks[0](self._source)
-            del self._versions[0]  # the hooks own the source
-        self._saved_count += 1
+    def constant(self, t: Tensor) -> Tensor:
+        """A tensor without its history; of a small one a copy, since it may change or be freed."""
+        return t.detach().clone() if is_small(t) else t.detach()
 
-    def value(self) -> Tensor:
-        """Returns the result, with its original strides."""
+    def constants(self, given: Any) -> Any:
+        """Applies `constant` to the tensors in a tuple if parameters may be freed."""
+        return mapped(self.constant, given) if self._frees_parameters else given
+
+    def before_write(self, tensors: Iterable[Tensor], is_exposed: bool) -> None:
+        """Copies what recipes read, before it may change in place.
+
+        Args:
+            tensors: the tensors that may change.
+            is_exposed: whether code outside of PyTorch may change them later, unseen.
+        """
+        ids = {torch_compat.storage_id(t): t for t in tensors if t.layout is torch.strided}
+        for values in (self._known, self._fresh):
+            for key, value in list(values.items()):
+                if key[0] not in ids:
+                    continue
+                if value.is_source and not value.is_dropped:
+                    value.copy(ids[key[0]])
+                    del values[key]
+                elif is_exposed:
+                    del values[key]
+        for key, t in ids.items() if is_exposed else ():
+            self._exposed[key] = torch_compat.WeakStorage(t.untyped_storage())
+
+    def _is_exposed(self, value: Value) -> bool:
+        t = value.tensor
+        return t is not None and torch_compat.storage_id(t) in self._exposed
+
+    def settle(self, policy: Policy) -> None:
+        """Decides which values that the last operation saved are kept."""
+        self._decide(policy, self._undecided)
+        for key, value in self._holding:
+            if value.storage.expired():
+                self._fresh.pop(key, None)
+        self._holding = [(k, v) for k, v in self._holding if self._fresh.get(k) is v]
+        if len(self._fresh) > 64:
+            self._fresh = {k: v for k, v in self._fresh.items() if not v.storage.expired()}
+
+    def _decide(self, policy: Policy, values: list[Value]) -> None:
+        for value in values:
+            if value.recipe is None or not _is_worth_it(policy, value):
+                value.keep(self._hooks)
+                continue
+            for v in value.unsaved:
+                if not v.is_kept:
+                    if self._hooks is not None:  # they may not copy it
+                        v.copy(cast(Tensor, v.tensor))
+                    v.keep(self._hooks)
+                    self._extra.add(v)
+            value.tensor, value.is_dropped, value.unsaved = None, True, ()
+            self.work += value.work
+            for v in value.sources:
+                v.reads += len(value.positions)
+            for part in value.recipe.inputs:
+                part.value.uses += 1
+        self._undecided = [v for v in self._undecided if v not in values]
+
+    def finish(self) -> None:
+        """Forgets values that nothing saved, and copies what the program still holds."""
+        self._fresh.clear()
+        self._holding.clear()
+        self._exposed.clear()
+        for value in list(self._extra):
+            if value.tensor is not None and torch_compat.is_shared(value.tensor):
+                value.copy(value.tensor)
+        self._extra.clear()
+
+    def _find(self, t: Tensor) -> Value | None:
+        key = _key(t)
+        places = [(self._fresh, key), (self._known, key)]
+        if self._hooks is not None:
+            places.append((self._known, (*key, Geometry.of(t))))
+        for values, own in places:
+            found = values.get(own)
+            if found is not None and found.version == t._version:
+                return found
+        return None
+
+    def _new(self, t: Tensor) -> Value:
+        """A value that is not computed from others; the program's hooks pack its parts alone."""
+        key = _key(t)
+        if self._hooks is not None and not _is_whole(t):
+            key = *key, Geometry.of(t)
+        value = self._known[key] = Value(t, t)
+        return value
+
+    def _part(self, t: Tensor) -> Part:
+        return Part(self._find(t) or self._new(t.detach()), Geometry.of(t))
+
+    def _keep_if_costly(self, value: Value, t: Tensor) -> None:
+        """Keeps a value that is not kept, but takes much work to compute again and again.
+
+        Such are a dropped value that is read again much later, and a value without a reader that
+        saves it, but with several readers whose results are dropped.
+        """
+        work = value.work
+        if value.is_dropped:
+            is_again = self._position - value.positions[-1] > 4 * _WINDOW * value.nbytes
+            work += sum(v.work for v in value.chain)
+        else:
+            is_again = value.uses > 0
+        if is_again and work > _REPEATED_WORK * value.nbytes:
+            value.tensor = _whole(t, value)
+            for v in value.sources if value.is_dropped else ():
+                v.reads -= len(value.positions)
+            value.reads += value.uses
+            value.keep(self._hooks)
+            key = _key(t)
+            self._known[key] = self._fresh.pop(key, value)
+
+    def _pack(self, t: Tensor) -> Any:
+        if t.grad_fn is not None:  # its own function may save it
+            t = t.detach()
+        if is_small(t) or not _is_served(t):
+            if self._hooks is not None:
+                return _Packed(self._hooks[0](t))
+            return t if t.is_inference() else _Unchanged(t, t._version)
+        value = self._find(t) or self._new(t)
+        if not value.positions:
+            self._position += value.nbytes
+            if value.tensor is None and value.packed is None:
+                value.tensor = _whole(t, value)
+            self._undecided.append(value)
+            if value.recipe is not None:
+                self._known[_key(t)] = self._fresh.pop(_key(t))
+        elif value.is_dropped:
+            for v in value.sources:
+                v.reads += 1
+        value.positions.append(self._position)
+        return _Saved(Part(value, Geometry.of(t)), self._position)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is _Unchanged:
+            check(saved.tensor, saved.version)
+            return saved.tensor
+        if type(saved) is _Packed:
+            return self._hooks[1](saved.packed)
+        if isinstance(saved, Tensor):
+            return saved
+        value = saved.part.value
+        if value.recipe is None and self._hooks is None:
+            return saved.part.shown(value.checked())
         with self._lock:
-            value, self._value = self._value, None
-        source = self._saved_source(is_needed=value is None)
-        if value is not None:
-            return value
-        in_modes = self._context.entered_in_backward()
-        transforms = torch_compat.without_functorch_transforms()
-        with transforms, torch_compat.disable_torch_function(), in_modes, torch.no_grad():
-            return self._computed(source)
+            own = self._pass()
+            own.read[value] += 1
+            sources = value.sources
+            t = own.values.get(value)
+            if t is None:
+                t = self._computed(value, saved.position, own)
+            if not own.reads_soon(value, saved.position - _WINDOW * _bytes(value)):
+                if value.recipe is not None:
+                    own.values.pop(value, None)
+            elif torch_compat.is_in_backward():
+                own.values[value] = t
+            own.read.update(sources)
+            for v in (value, *sources):
+                if own.read[v] >= len(v.positions) + v.reads:
+                    own.values.pop(v, None)
+            return saved.part.shown(t)
 
-    def _saved_source(self, is_needed: bool) -> Any:
-        """Returns the tensor that the chain of calls begins with, or None if it is not needed.
-
-        A backward unpacks it once, and keeps it for other saved tensors that are computed from it,
-        as the hooks of `torch.utils.checkpoint` refuse to unpack twice. Hooks may run any code.
-        """
-        if isinstance(self._source, Recomputed):
-            return self._source._saved_source(is_needed)
-        if self._hooks is None:
-            return self._source
+    def _pass(self) -> _Pass:
         backward = torch_compat.backward_id()
-        with self._lock:
-            source, count = self._unpacked.pop(backward, (None, self._saved_count))
-        is_read_again = count > 1 and torch_compat.is_in_backward()
-        if source is None:
-            if not is_needed:
-                return None
-            source = self._hooks[1](self._source)
-            if is_read_again:
-                own = weakref.ref(self)
-                torch_compat.call_after_backward(lambda: _forget(own(), backward))
-        if is_read_again:
-            with self._lock:
-                self._unpacked[backward] = source, count - 1
-        return source
+        if not torch_compat.is_in_backward():
+            return _Pass()
+        own = self._passes.get(backward)
+        if own is None:
+            if len(self._passes) > 4:  # backwards that raised
+                del self._passes[min(self._passes)]
+            own = self._passes[backward] = _Pass()
+            reference = weakref.ref(self)
+            torch_compat.call_after_backward(lambda: _forget(reference(), backward))
+        return own
 
-    def _computed(self, first: Tensor) -> Tensor:
-        for t, version in self._versions:
-            _check(t, version)
-        source = self._source
-        value = first if not isinstance(source, Recomputed) else source._computed_once(first)
-        y = self._call(value)
-        if y.stride() != self._strides:
-            y = torch.empty_strided(y.shape, self._strides, dtype=y.dtype, device=y.device).copy_(y)
+    def _kept(self, value: Value, own: _Pass) -> Tensor:
+        """The contents of a kept value; hooks unpack it once in a backward."""
+        if value.tensor is not None:
+            return value.checked()
+        t = own.values.get(value)
+        if t is None:
+            t = own.values[value] = self._hooks[1](value.packed)
+        return t
+
+    def _computed(self, target: Value, position: int, own: _Pass) -> Tensor:
+        """Computes a value, and values before it that are dropped."""
+        if target.recipe is None:
+            return self._kept(target, own)
+        order = _order(target, own)
+        uses = Counter(p.value for v in order for p in cast(Recipe, v.recipe).inputs)
+        first = position - _WINDOW * _bytes(target)
+        # Hooks run any code, in the modes of the backward.
+        values = {i: self._kept(i, own) for i in uses if i.recipe is None}
+        modes = torch_compat.without_functorch_transforms(), torch_compat.disable_torch_function()
+        with modes[0], modes[1], torch.no_grad():
+            for v in order:
+                recipe = cast(Recipe, v.recipe)
+                for t, version in recipe.constants:
+                    check(t, version)
+                inputs = []
+                for part in recipe.inputs:
+                    i = part.value
+                    inputs.append(part.shown(values[i] if i in values else own.values[i]))
+                call = recipe.call
+                first_input = recipe.inputs[0]
+                is_last_use = first_input.value in values and uses[first_input.value] == 1
+                if recipe.in_place is not None and is_last_use and first_input.is_temporary(v):
+                    call = recipe.in_place
+                with recipe.context.entered_in_backward():
+                    y = call(*inputs)
+                values[v] = y = _with_strides(y, v.geometry.strides)
+                del inputs
+                for part in recipe.inputs:
+                    uses[part.value] -= 1
+                    if not uses[part.value]:
+                        values.pop(part.value, None)
+                if v is not target and v.positions and own.reads_soon(v, first):
+                    own.values[v] = y
         return y
 
-    def _computed_once(self, first: Tensor) -> Tensor:
-        """Returns the result, and keeps it for the next operation that reads it in a backward."""
-        with self._lock:
-            value = self._computed(first) if self._value is None else self._value
-            if self._is_saved and self._value is None and torch_compat.is_in_backward():
-                self._value = value
-                own = weakref.ref(self)
-                backward = torch_compat.backward_id()
-                torch_compat.call_after_backward(lambda: _forget(own(), backward))
-            return value
 
-
-def _forget(own: Recomputed | None, backward: int) -> None:
+def _forget(own: Recomputation | None, backward: int) -> None:
     if own is not None:
-        own._value = None
-        own._unpacked.pop(backward, None)
+        own._passes.pop(backward, None)
 
 
-def _check(t: Tensor, version: int) -> None:
+def _order(target: Value, own: _Pass) -> list[Value]:
+    """The values to compute for `target`, in order."""
+    order: dict[Value, None] = {}
+    waiting = [target]
+    while waiting:
+        v = waiting[-1]
+        recipe = cast(Recipe, v.recipe)
+        missing = [
+            p.value
+            for p in recipe.inputs
+            if p.value.recipe is not None and p.value not in order and p.value not in own.values
+        ]
+        if missing and v not in order:
+            waiting += missing
+        else:
+            order.setdefault(waiting.pop())
+    return [*order]
+
+
+def _is_worth_it(policy: Policy, value: Value) -> bool:
+    unsaved = [v for v in value.unsaved if not v.is_kept]
+    if any(v.has_changed for v in unsaved):
+        return False
+    saved = value.nbytes - sum(v.nbytes for v in unsaved)
+    return policy.drops(value.nbytes, saved, value.work, sum(v.nbytes for v in value.chain))
+
+
+def _bytes(value: Value) -> int:
+    """Bytes that a backward may hold for a value."""
+    return value.nbytes + sum(v.nbytes for v in value.chain)
+
+
+def _key(t: Tensor) -> Any:
+    return torch_compat.storage_id(t), t.dtype
+
+
+def is_small(t: Tensor) -> bool:
+    """Whether a tensor is kept in any case: values of channels, or of images and channels."""
+    count = t.numel()
+    is_vector = t.dim() < 3 or count <= t.shape[0] * t.shape[1]
+    return is_vector and count * t.element_size() < _MOST_BYTES_OF_VECTORS
+
+
+def _is_served(t: Tensor) -> bool:
+    return (
+        t.is_floating_point()
+        and (type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ or type(t) is FakeTensor)
+        and t.layout is torch.strided
+        and not t.is_inference()
+        and not t.is_neg()
+    )
+
+
+def _is_whole(t: Tensor) -> bool:
+    """Whether a tensor shows each element of its storage once."""
+    if t.untyped_storage().nbytes() != t.numel() * t.element_size():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _whole(t: Tensor, value: Value) -> Tensor:
+    """A tensor with the geometry of a value, from one on the same storage."""
+    if Geometry.of(t) == value.geometry:
+        return t.detach()
+    return t.detach().as_strided(*value.geometry)
+
+
+def _with_strides(t: Tensor, strides: Sequence[int]) -> Tensor:
+    if t.stride() == tuple(strides):
+        return t
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+def check(t: Tensor, version: int) -> None:
     """Raises if a tensor has changed or was freed since the forward."""
     shape = list(t.shape)
     if t._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a tensor of shape {shape} is at version {t._version}, expected version "
-            f"{version} (memory='checkpoint' computes blocks again)"
+            f"{version}"
         )
     if t.numel() and not t.untyped_storage().nbytes():
         raise RuntimeError(
-            f"memory='checkpoint': a tensor of shape {shape} was freed between forward and "
-            "backward; shard whole blocks, or use memory='store'"
+            f"a tensor of shape {shape} was freed between forward and backward; shard whole "
+            "blocks, or use memory='store'"
         )
-
-
-class Recomputation:
-    """The tensors of an execution that are computed again instead of saved."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[object, int], Recomputed] = {}
-
-    def find(self, node: object, t: Tensor) -> Recomputed | None:
-        """Returns the `Recomputed` of a tensor with the value of `node`; None if it is saved."""
-        return self._found.get((node, torch_compat.storage_id(t)))
-
-    def add(self, node: object, recomputed: Recomputed, result: Tensor) -> None:
-        self._found[node, torch_compat.storage_id(result)] = recomputed
-
-    @contextlib.contextmanager
-    def reading(self, inputs: Iterable[tuple[object, Tensor]]) -> Iterator[None]:
-        """Context in which autograd does not save recorded tensors.
-
-        Args:
-            inputs: the nodes or tensors that the body reads, and their values.
-        """
-        pairs = ((torch_compat.storage_id(t), self.find(node, t)) for node, t in inputs)
-        found = {key: recomputed for key, recomputed in pairs if recomputed is not None}
-        if not found:
-            yield
-            return
-        outer = torch_compat.top_saved_tensor_hooks()
-
-        def pack(t: Tensor) -> Any:
-            recomputed = found.get(torch_compat.storage_id(t))
-            if recomputed is None:
-                return t if outer is None else outer[0](t)
-            recomputed.save(outer)
-            offset: Any = t.storage_offset() - recomputed.offset
-            return _View(recomputed, t.shape, t.stride(), offset)
-
-        def unpack(packed: Any) -> Tensor:
-            if type(packed) is not _View:
-                return packed if outer is None else outer[1](packed)
-            value = packed.base.value()
-            return value.as_strided(
-                packed.shape, packed.strides, value.storage_offset() + packed.offset
-            )
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-
-
-class _View(NamedTuple):
-    """Replaces a tensor that autograd would save, as a view of a result."""
-
-    base: Recomputed
-    shape: Sequence[int]
-    strides: Sequence[int]
-    offset: int

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from preact_kernels import call_stack, torch_compat
 from preact_kernels.activations import Activation
-from preact_kernels.conversion import operations, registry
+from preact_kernels.conversion import operations, registry, repeatable
 from preact_kernels.conversion import rules as rules
 from preact_kernels.conversion.containers import mapped, tensors
 from preact_kernels.conversion.context import Context
@@ -33,7 +33,7 @@ from preact_kernels.conversion.deferred import (
     retry_plain,
 )
 from preact_kernels.conversion.execution import execute
-from preact_kernels.conversion.functions import is_write
+from preact_kernels.conversion.functions import exposes, is_write
 from preact_kernels.conversion.liveness import unread
 from preact_kernels.conversion.named_activations import (
     NamedActivations,
@@ -43,6 +43,8 @@ from preact_kernels.conversion.named_activations import (
     restore_functions,
 )
 from preact_kernels.conversion.owners import Owner, Owners
+from preact_kernels.conversion.policy import POLICIES, Policy
+from preact_kernels.conversion.recomputation import Recomputation, is_small
 from preact_kernels.conversion.report import Outcome
 from preact_kernels.conversion.subclasses import (
     Call,
@@ -98,6 +100,9 @@ class Region(TorchFunctionMode):
         self.frame: types.FrameType | None = None  # frame that entered the region
         self.recomputed: dict[int, dict[Node, Tensor]] = {}  # values by backward
         self._modes = torch_compat.eager_modes()
+        hooks = torch_compat.top_saved_tensor_hooks()
+        frees_parameters = self.is_distributed and torch_compat.has_fsdp()
+        self.recomputation = Recomputation(hooks, frees_parameters)
         self._dispatch_modes = torch_compat.dispatch_mode_count()
         # Computed tensors that could not become plain tensors yet, by id.
         self._not_plain: dict[int, weakref.ref[Deferred]] = {}
@@ -320,6 +325,8 @@ class Region(TorchFunctionMode):
             self.pending.append(node)
             if operation.precedes_activation:
                 self._normalised.add(id(inputs[0]))
+        if self.memory != "store":
+            node.memory = self.memory
         result = deferred_result(node, tensors, in_place)
         if meta_result is not None:
             become_instance(result, node, meta_result)
@@ -352,8 +359,10 @@ class Region(TorchFunctionMode):
         if self.copies:
             copies, self.copies = self.copies, {}
             args, kwargs = mapped(lambda t: copies.get(id(t), t), (args, kwargs))
-        if not self.pending or (not kwargs and all(map(_is_irrelevant, args))):
+        if not kwargs and all(map(_is_irrelevant, args)):
             return func(*args, **kwargs)
+        if not self.pending:
+            return self._run(func, (args, kwargs), args, kwargs)
         if func in _BACKWARD or torch_compat.is_function_apply(func):  # they may write to anything
             self.flush(func)
         given = args, kwargs
@@ -369,7 +378,75 @@ class Region(TorchFunctionMode):
                 ids = {storage_id(t) for t in tensors((args, kwargs)) if t.is_floating_point()}
                 if ids and self._storages.concern(self.pending, ids, is_written):
                     self.flush(func)
-        return called(func, given, args, kwargs)
+        return self._run(func, given, args, kwargs)
+
+    def _run(self, func: Callable, given: tuple, args: tuple, kwargs: dict) -> Any:
+        """Calls a function; the backward may compute again what it saves, and its result."""
+        policy = POLICIES.get(self.memory)
+        if policy is None or not torch_compat.has_saved_tensor_hooks():
+            return called(func, given, args, kwargs)
+        is_function, is_exposed = torch_compat.is_function_apply(func), exposes(func)
+        is_written = is_function or is_exposed or is_write(func, args, kwargs)
+        if is_written:
+            with disable_torch_function():
+                self.recomputation.before_write(tensors((args, kwargs)), is_exposed)
+        is_opaque = func in _BACKWARD or is_function
+        if is_opaque or not self.saves_values() or not self.is_recording():
+            return called(func, given, args, kwargs)
+        # Otherwise a class may change results; a checkpoint may recompute with plain tensors.
+        is_plain = torch_compat.is_torch_function_enabled()
+        function = func
+        if is_plain and args and type(args[0]) in self.tensor_types and args[0].requires_grad:
+            function = repeatable.without_indices(func, args, kwargs)
+        with self.recomputation.saving():
+            result = called(function, given, args, kwargs)
+        with disable_torch_function():
+            if (
+                type(result) in self.tensor_types
+                and is_plain
+                and not is_written
+                and repeatable.is_repeatable(func)
+                and result.requires_grad
+            ):
+                self._remember(policy, func, args, kwargs, result)
+            self.recomputation.settle(policy)
+        return result
+
+    def _remember(
+        self, policy: Policy, func: Callable, args: tuple, kwargs: dict, result: Tensor
+    ) -> None:
+        """Lets the backward compute a result again instead of saving it."""
+        if is_small(result):
+            return
+        separated = repeatable.separated(args, kwargs)
+        if separated is None:
+            return
+        found, arguments = separated
+        if not self.tensor_types.issuperset(map(type, found)):
+            return
+        work, product = repeatable.work(func, found, result)
+        if policy.refuses(work, result, product):
+            return
+        are_constants = [repeatable.is_constant(t) for t in found]
+        inputs = [t for t, c in zip(found, are_constants, strict=True) if not c]
+        if not inputs or not all(t.is_floating_point() for t in inputs):
+            return
+        constant = self.recomputation.constant
+        constants = [constant(t) for t, c in zip(found, are_constants, strict=True) if c]
+
+        def call(*tensors: Tensor) -> Tensor:
+            of_inputs, others = iter(tensors), iter(constants)
+            given = [next(others if c else of_inputs) for c in are_constants]
+            own_args, own_kwargs = arguments(*given)
+            return func(*own_args, **own_kwargs)
+
+        context = self.recomputation.context(result.device)
+        self.recomputation.add(policy, result, call, inputs, constants, context, work)
+
+    def saves_values(self) -> bool:
+        """Whether hooks may replace what autograd saves; a compiler decides that itself."""
+        is_eager = not self.is_traced and torch.is_grad_enabled()
+        return is_eager and torch_compat.has_saved_tensor_hooks()
 
     def compute(self, targets: Sequence[Node], reader: object) -> None:
         """Computes nodes, and pending nodes that they read.
@@ -460,6 +537,7 @@ class Region(TorchFunctionMode):
     def finish(self, reader: object) -> None:
         """Computes pending nodes, and makes deferred tensors plain tensors."""
         self.flush(reader)
+        self.recomputation.finish()
         for reference in list(self._not_plain.values()):
             t = reference()
             if isinstance(t, Deferred):

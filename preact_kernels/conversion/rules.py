@@ -120,7 +120,6 @@ def record_norm(region: Recording, x: Tensor, norm: NormArguments) -> Any:
         region.note(owner, f"its input is {region.refusal}")
         return NotImplemented
     (region.updated if norm.training else region.evaluated).update(map(id, running))
-    result.preact_node.memory = region.memory
     return result
 
 

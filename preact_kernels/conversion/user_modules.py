@@ -36,6 +36,8 @@ class Conversion:
         self.activations = activations or NamedActivations.of()
         self.run_stage: StageRunner | None = None
         self.extra_types: tuple[type, ...] = ()
+        # Called after each forward with the work of what its backward computes again.
+        self.note_work: Callable[[float], object] | None = None
 
 
 def convert(module: nn.Module, conversion: Conversion, enter: Callable, leave: Callable) -> None:

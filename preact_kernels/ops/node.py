@@ -24,6 +24,7 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.dropout import Mask
+from preact_kernels.norms import NormArguments
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, UnitArguments, convolve
 from preact_kernels.ops.autocast import compute_dtype, has_autocast
@@ -191,6 +192,24 @@ def parameter_gradients(
     return found[0], found[1]
 
 
+class KnownStatistics:
+    """The statistics of a unit's input, from its first call, for later calls with this input."""
+
+    def __init__(self) -> None:
+        self.found: tuple[Statistics, float | None] | None = None
+
+    def of(
+        self, norm: NormArguments, kernels: Kernels, x: Tensor
+    ) -> tuple[Statistics, float | None]:
+        """Returns `norm.statistics(kernels, x)` of the first call."""
+        if self.found is None:
+            statistics, fixed = norm.statistics(kernels, x)
+            if not norm.training and norm.groups is None:  # running statistics may change
+                statistics = Statistics(*(t.clone() for t in statistics))
+            self.found = statistics, fixed
+        return self.found
+
+
 def run_unit(
     x: Tensor,
     given: UnitArguments,
@@ -199,6 +218,7 @@ def run_unit(
     prefix: str = "",
     dims: int | None = None,
     channels_last: bool | None = None,
+    known: KnownStatistics | None = None,
 ) -> Tensor:
     """A unit on the kernels of the selected backend; updates running statistics.
 
@@ -209,16 +229,19 @@ def run_unit(
         prefix: prefix of the names of the norm's weight and bias in messages.
         dims: dimensions that x must have; None: 3 to 5, or 2 to 5 without a convolution.
         channels_last: memory format of the result; None: PyTorch's.
+        known: if an earlier call with this `x` filled it, running statistics are not updated.
     """
+    is_repeated = known is not None and known.found is not None
     checked = checked_unit(x, given, residual, prefix, dims, channels_last)
     if given.scale_shift is not NO_SCALE_SHIFT:
         x = given.scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
     if given.conv is None:
-        y, statistics, fixed = _activated(kernels, x, given, checked)
+        y, statistics, fixed = _activated(kernels, x, given, checked, known)
     else:
-        y, statistics, fixed = _convolved(kernels, x, given, checked, residual)
-    given.norm.update(kernels, x, statistics, fixed)  # last: out of memory changes no buffers
+        y, statistics, fixed = _convolved(kernels, x, given, checked, residual, known)
+    if not is_repeated:
+        given.norm.update(kernels, x, statistics, fixed)  # last: out of memory changes no buffers
     return y
 
 
@@ -226,7 +249,13 @@ def run_unit(
 _Result = tuple[Tensor, Statistics | None, float | None]
 
 
-def _activated(kernels: Kernels, x: Tensor, given: UnitArguments, checked: CheckedUnit) -> _Result:
+def _activated(
+    kernels: Kernels,
+    x: Tensor,
+    given: UnitArguments,
+    checked: CheckedUnit,
+    known: KnownStatistics | None,
+) -> _Result:
     """A unit without its convolution."""
     norm, _, _, scale_shift, *_ = given
     unit, channels_last, may_be_planar = checked
@@ -240,9 +269,15 @@ def _activated(kernels: Kernels, x: Tensor, given: UnitArguments, checked: Check
     if scale_shift is not NO_SCALE_SHIFT:
         weight, bias = scale_shift.of(weight, bias)
     call = UnitCall(kernels, unit, None, dims, channels_last, planar)
-    statistics, fixed = norm.statistics(kernels, call.image(x.detach()))
+    statistics, fixed = _statistics(norm, kernels, call.image(x.detach()), known)
     call = call if fixed is None else call._replace(fixed_inv_count=fixed)
     return UnitFunction.apply(call, x, weight, bias, *statistics), statistics, fixed
+
+
+def _statistics(
+    norm: NormArguments, kernels: Kernels, x: Tensor, known: KnownStatistics | None
+) -> tuple[Statistics, float | None]:
+    return norm.statistics(kernels, x) if known is None else known.of(norm, kernels, x)
 
 
 def _convolved(
@@ -251,6 +286,7 @@ def _convolved(
     given: UnitArguments,
     checked: CheckedUnit,
     residual: Tensor | None,
+    known: KnownStatistics | None,
 ) -> _Result:
     """A unit with a convolution."""
     norm, _, conv, scale_shift, dropout, mask = given
@@ -265,7 +301,7 @@ def _convolved(
         like = x.to(unit_without_conv(x, given).unit.dtype)
         mask = drawn(kernels, x.shape, like, norm.is_channels_last(x), dropout)
     if not has_kernels:
-        a, statistics, fixed = _activated(kernels, x, given, checked)
+        a, statistics, fixed = _activated(kernels, x, given, checked, known)
         if mask is not None:
             a = a * mask.noise(a)
         y = convolve(a.to(dtype), conv.weight.to(dtype), conv_bias, *conv[2:])
@@ -286,7 +322,8 @@ def _convolved(
     residual = None if residual is None else layout.dense(residual)
     bits, factor = (None, 1.0) if mask is None else mask
     image = x.detach()
-    statistics, fixed = norm.statistics(kernels, image if dims < 5 else layout.as_image(image))
+    image = image if dims < 5 else layout.as_image(image)
+    statistics, fixed = _statistics(norm, kernels, image, known)
     parameters = norm.affine(x, x.shape[1])
     if scale_shift is not NO_SCALE_SHIFT:
         parameters = scale_shift.of(*parameters)

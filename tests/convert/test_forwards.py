@@ -62,7 +62,7 @@ def runs(bn1="BN-ReLU-Conv", bn2="^; not called"):
 # Fused.
 
 
-@runs("^BN-ReLU-Conv, 2 in a row$", "^BN-ReLU-Conv, 2 in a row$")
+@runs("^BN-ReLU-Conv(, 2 in a row)?$", "^BN-ReLU-Conv(, 2 in a row)?$")
 def two_units(self, x):
     return self.second(self.unit(x))
 

@@ -264,10 +264,32 @@ def test_wrong_arguments_are_named(arguments, error, message):
         pk.plan_memory(*arguments)
 
 
-def test_a_converted_model_without_runs_of_blocks_is_told_so():
-    model = pk.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)))
-    with pytest.raises(ValueError, match=r"^model: it is converted, but runs no residual blocks"):
-        pk.plan_memory(model, torch.randn(2, 4, 6, 6), PLENTY)
+def post_activation():
+    def block():
+        return nn.Sequential(
+            *(nn.Conv2d(8, 32, 1), nn.BatchNorm2d(32), nn.ReLU()),
+            *(nn.MaxPool2d(3, 1, 1), nn.Conv2d(32, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU()),
+        )
+
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *(block() for _ in range(4)), nn.Conv2d(8, 8, 1))
+
+
+def test_a_converted_network_without_stages_is_planned():
+    model, x = pk.convert(post_activation()), images()
+    kept = {m: pk.saved_bytes(pk.convert(model, memory=m), x) for m in MEMORY_MODES}
+    assert kept["checkpoint"] < kept["rebuild"] < 0.5 * kept["store"]
+    pk.convert(model, memory="rebuild")
+    found = []
+    for memory in MEMORY_MODES:
+        plan = pk.plan_memory(model, x, kept[memory])
+        assert (plan.chosen.memory if plan.chosen else "store") == memory
+        plan.apply(model)
+        assert pk.saved_bytes(model, x) == plan.predicted_bytes == kept[memory]
+        found.append(plan.extra_bytes)
+    assert 0 == found[0] < found[1] < found[2]
+    assert str(plan).splitlines()[-2].startswith("whole network")
+    with pytest.raises(ValueError, match=rf"at least {kept['checkpoint']} bytes"):
+        pk.plan_memory(model, x, kept["checkpoint"] - 1)
 
 
 def test_a_plan_for_another_model_is_refused_before_any_change():

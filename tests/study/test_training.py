@@ -308,7 +308,7 @@ def test_wrong_options_are_named(tmp_path):
         ("--lr -1", "lr: expected a positive number, got -1.0"),
         ("--epochs 0", "epochs: expected at least 1, got 0"),
         ("--memory-budget lots", "memory_budget: expected bytes such as 300MiB, got 'lots'"),
-        ("--memory-budget 1", "memory_budget: model: it is converted, but runs no residual"),
+        ("--memory-budget 1", "memory_budget: budget: expected at least"),
         ("--device gpu", "device: expected one such as 'cpu'"),
         ("--resume", "resume: expected .*checkpoint.pt, found none"),
     ):
