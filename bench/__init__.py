@@ -5,6 +5,7 @@ Commands:
 - `python -m bench` (`__main__.py`): networks, fused against every rival
 - `pytest bench/ops.py`: single operations (options in `conftest.py`)
 - `python -m bench.models`: published models, converted against every rival
+- `python -m bench.memory`: memory and time of published models, by mode, and of rivals
 - `python -m bench.launches`: the launches of a step on a GPU: bytes, instructions, lower bounds
 - `python -m bench.probes`: ceilings of a GPU (`probes.cu` is a kernel that it launches)
 - `python -m bench.report`: tables and plots of the documentation, from `results/`

@@ -34,8 +34,8 @@ class Case(NamedTuple):
     Attributes:
         build: builds the model.
         shape: shape of the input.
-        blocks: class of the blocks that are compiled or checkpointed; empty: leaves these rivals
-            out.
+        blocks: class of the blocks that are compiled or checkpointed, or several classes with
+            spaces between them; empty: leaves these rivals out.
         gpu_shape: shape of the input on a GPU; None: the same.
         others: returns the other inputs for a batch size.
         activations: as in `pk.convert`.
@@ -152,7 +152,7 @@ class Contender(NamedTuple):
 
 
 def _blocks(model: nn.Module, case: Case) -> list[nn.Module]:
-    return [m for m in model.modules() if type(m).__name__ == case.blocks]
+    return [m for m in model.modules() if type(m).__name__ in case.blocks.split()]
 
 
 def _compile(model: nn.Module, case: Case, budget: float) -> None:
@@ -162,9 +162,15 @@ def _compile(model: nn.Module, case: Case, budget: float) -> None:
         block.compile(backend=inductor(budget), dynamic=False)
 
 
+def _checkpointed(forward: Callable, *inputs: object, **options: object) -> object:
+    # DenseNets append to the list of a layer's inputs before the backward runs the layer again.
+    now = [list(x) if isinstance(x, list) else x for x in inputs]
+    return checkpoint(forward, *now, use_reentrant=False, **options)
+
+
 def _checkpoint(model: nn.Module, case: Case) -> None:
     for block in _blocks(model, case):
-        forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        forward = functools.partial(_checkpointed, block.forward)
         block.forward = forward  # type: ignore[method-assign]
 
 

@@ -5,15 +5,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from bench import memory
 from bench.contenders import ANCHOR, BY_NAME, Network, is_rival, relative_times
 from bench.measure import MIB
-from bench.records import Row, slug
+from bench.records import ModelRow, Row, slug
 
 _COLORS = (*plt.get_cmap("tab20").colors[::2], *plt.get_cmap("tab20").colors[1::2])
 _MARKERS = "osv^D<>pP*XhH8d1"
@@ -118,3 +120,55 @@ def write_plots(rows: Sequence[Row], folder: Path) -> list[Path]:
             own = [r for r in some if r.case == case]
             written.append(_memory_against_time(own, f"{case}, {title}", path))
     return written
+
+
+def write_memory_of_models(rows: Sequence[ModelRow], path: Path) -> Path:
+    """Writes a plot of kept bytes against time for each model, as shares of plain PyTorch's.
+
+    `rows` have times and bytes. A line connects the budgets of torch.compile, and another one the
+    modes of `pk.convert`.
+    """
+    cases = list(dict.fromkeys(r.case for r in rows))
+    figure, panels = plt.subplots(2, 3, figsize=(10, 6.5), sharex=True)
+    compiled = [name for name in memory.RIVALS if name.startswith("compile")]
+    groups = {"black": [memory.PLAIN], "C7": ["checkpoint"], "C0": compiled, "C1": memory.OWN}
+    styles = {}
+    for color, names in groups.items():
+        for name in names:
+            is_ours = name in memory.OWN
+            title = memory.TITLES.get(name, "eager")
+            styles[name] = {
+                "label": f"pk.convert, {title}" if is_ours else title,
+                "color": color,
+                "marker": _MARKERS[len(styles)],
+                "markersize": 9 if is_ours else 6,
+                "linestyle": "none",
+            }
+    for case, axes in zip(cases, panels.flat, strict=False):
+        own = {r.contender: r for r in rows if r.case == case}
+        plain = own[memory.PLAIN]
+
+        def share(row: ModelRow, plain: ModelRow = plain) -> tuple[float, float]:
+            return row.saved_bytes / plain.saved_bytes, row.median_ms / plain.median_ms
+
+        for color, names in groups.items():
+            points = [share(own[name]) for name in names if name in own]
+            axes.plot(*np.array(points).reshape(-1, 2).T, color=color, linewidth=1, alpha=0.5)
+        for name in filter(own.get, styles):
+            axes.plot(*share(own[name]), **styles[name])
+        axes.set_title(case, fontsize=10)
+        axes.margins(0.12)
+        axes.tick_params(labelbottom=True)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(True, alpha=0.3)
+    for axes in panels.flat[len(cases) :]:
+        axes.axis("off")
+    lines = [plt.Line2D([], [], **style) for style in styles.values()]
+    figure.legend(handles=lines, fontsize=9, loc="center", bbox_to_anchor=(0.84, 0.28))
+    figure.supxlabel("kept for the backward, share of eager", fontsize=10)
+    figure.supylabel("training step, multiple of eager's time", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path

@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 # Endings of the files that do not hold `Row`s.
 MODELS = "-models.csv"
+MEMORY = "-memory.csv"
 LAUNCHES = "-launches.csv"
 CEILINGS = "-ceilings.csv"
 REMOVED = "-training.csv", "-functions.csv"  # nothing reads them: their commands were removed
@@ -73,7 +74,7 @@ class Row(Measured):
 
 @dataclasses.dataclass
 class ModelRow(Measured):
-    """One way to train a published model: see bench/models.py."""
+    """One way to train a published model: see bench/models.py and bench/memory.py."""
 
     case: str
     contender: str

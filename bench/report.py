@@ -1,7 +1,7 @@
 """Writes the tables and plots of README.md and docs/: `python -m bench.report`.
 
 All results come from the CSV files in `bench/results`. A generated block is between
-`<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; `PAGES` has the block of each page.
+`<!-- bench:NAME -->` and `<!-- /bench:NAME -->`; `PAGES` has the blocks of each page.
 """
 
 import itertools
@@ -9,12 +9,13 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench import measure, plots
+from bench import measure, memory, plots
 from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival, relative_times
 from bench.measure import ROOT
 from bench.records import (
     CEILINGS,
     LAUNCHES,
+    MEMORY,
     MODELS,
     REMOVED,
     Measured,
@@ -27,7 +28,12 @@ from bench.records import (
     table,
 )
 
-PAGES = {"README.md": "headline", "docs/benchmarks.md": "steps", "docs/convert.md": "models"}
+PAGES = {
+    "README.md": ("headline", "memory-figure"),
+    "docs/benchmarks.md": ("steps",),
+    "docs/convert.md": ("models",),
+    "docs/memory.md": ("memory",),
+}
 HEADLINE_NETWORK = "resnet-1001"
 NOTE = f"Times are scaled by {ANCHOR}'s in the same rounds, except those of CUDA graphs."
 
@@ -41,7 +47,7 @@ def load(folder: Path) -> dict[str, list[Row]]:
     """
     found: dict[str, list[Row]] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if not path.name.endswith((MODELS, LAUNCHES, CEILINGS, *REMOVED)):
+        if not path.name.endswith((MODELS, MEMORY, LAUNCHES, CEILINGS, *REMOVED)):
             for row in read(path, Row):
                 found.setdefault(row.device, []).append(row)
     if not found:
@@ -263,11 +269,88 @@ def models_block(folder: Path, page: Path) -> str:
     return "\n\n".join(sections)
 
 
-BLOCKS = {"headline": headline_block, "steps": steps_block, "models": models_block}
+def _memory_rows(folder: Path) -> dict[str, list[list[ModelRow]]]:
+    """Reads the rows of `python -m bench.memory` by device and model, if eager is measured."""
+    order = [*memory.CASES]
+    found: dict[str, list[list[ModelRow]]] = {}
+    for path in sorted(folder.glob(f"*{MEMORY}")):
+        by_model: dict[tuple, list[ModelRow]] = {}
+        for r in read(path, ModelRow):
+            by_model.setdefault((order.index(r.case), r.dtype, r.shape, r.device), []).append(r)
+        for key in sorted(by_model):
+            group = by_model[key]
+            if any(r.contender == memory.PLAIN and _is_measured(r) for r in group):
+                found.setdefault(group[0].device, []).append(group)
+    return found
+
+
+def _is_measured(row: ModelRow) -> bool:
+    return bool(row.median_ms and row.saved_bytes and row.peak_bytes)
+
+
+def memory_table(groups: Iterable[Sequence[ModelRow]]) -> str:
+    """Formats a line per model: speed, kept bytes and peak of each contender, relative to eager."""
+    lines = []
+    for group in groups:
+        own = {r.contender: r for r in group}
+        plain = own[memory.PLAIN]
+        line = {
+            "model": plain.case,
+            "input": plain.shape,
+            "dtype": plain.dtype,
+            "eager keeps, MiB": mib(plain.saved_bytes),
+        }
+        for name, title in memory.TITLES.items():
+            row, cell = own.get(name), ""
+            if row is not None and _is_measured(row):
+                speed, kept = plain.median_ms / row.median_ms, row.saved_bytes / plain.saved_bytes
+                cell = f"{speed:.2f}x, {kept:.2f}, {row.peak_bytes / plain.peak_bytes:.2f}"
+            elif row is not None and row.note:
+                cell = "failed"
+            line[title] = cell
+        lines.append(line)
+    return table(lines, "github")
+
+
+def memory_block(folder: Path, page: Path) -> str:
+    """Returns the Markdown of the memory of published models, a section per device."""
+    sections = []
+    for device, groups in _memory_rows(folder).items():
+        rows = [r for group in groups for r in group]
+        failed = [f"{r.case}, {r.contender}: {r.note}" for r in rows if r.note]
+        contents = "\n\n".join([memory_table(groups), *(f"Failed: {line}" for line in failed)])
+        sections.append(section(device, contents, rows))
+    return "\n\n".join(sections)
+
+
+def memory_figure_block(folder: Path, page: Path) -> str:
+    """Returns the Markdown of the figure of the device with the most models of the figure."""
+    shown = {}
+    for device, groups in _memory_rows(folder).items():
+        own = [g for g in groups if g[0].case in memory.FIGURE and g[0].dtype == "fp32"]
+        by_case = {group[0].case: group for group in own}
+        shown[device] = [r for group in by_case.values() for r in group if _is_measured(r)]
+    device = max(shown, key=lambda name: len({r.case for r in shown[name]}), default=None)
+    if device is None or not shown[device]:
+        return ""
+    path = folder / f"{slug(device)}-memory-of-models.png"
+    plots.write_memory_of_models(shown[device], path)
+    words = f"Published models on {device}, relative to eager PyTorch in channels_last"
+    table_link = "[docs/memory.md](docs/memory.md#published-models) has the table."
+    return f"{words}. {table_link}\n\n{_image(path, page)}"
+
+
+BLOCKS = {
+    "headline": headline_block,
+    "memory-figure": memory_figure_block,
+    "steps": steps_block,
+    "models": models_block,
+    "memory": memory_block,
+}
 
 
 def rewrite_block(text: str, name: str, contents: str) -> str:
-    """Replaces the contents of a block in `text`.
+    """Replaces the contents of a block in `text`; without contents, the markers stay.
 
     Raises:
         ValueError: a marker is missing or occurs twice.
@@ -276,7 +359,8 @@ def rewrite_block(text: str, name: str, contents: str) -> str:
     for marker in (start, end):
         if text.count(marker) != 1:
             raise ValueError(f"expected the marker {marker} once, found {text.count(marker)}")
-    return text.split(start)[0] + f"{start}\n{contents}\n{end}" + text.split(end)[1]
+    lines = "\n".join(filter(None, [start, contents, end]))
+    return text.split(start)[0] + lines + text.split(end)[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -286,10 +370,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     a = parser.parse_args(arguments)
     try:
-        pages = {a.root / page: name for page, name in PAGES.items()}
+        pages = {a.root / page: names for page, names in PAGES.items()}
         texts = {page: page.read_text() for page in pages}
-        for page, name in pages.items():
-            texts[page] = rewrite_block(texts[page], name, BLOCKS[name](a.results, page))
+        for page, names in pages.items():
+            for name in names:
+                texts[page] = rewrite_block(texts[page], name, BLOCKS[name](a.results, page))
     except (OSError, ValueError) as error:
         raise SystemExit(f"bench.report: {error}") from error
     for page, text in texts.items():

@@ -1,5 +1,7 @@
 """Published models, converted, against rivals."""
 
+import copy
+
 import pytest
 import torch
 
@@ -49,6 +51,34 @@ def test_converted_models_keep_less_and_rows_say_where(measured, capsys):
     assert kept["eager"] > kept["pk.convert"] > kept["pk.convert, checkpoint, channels_last"]
     assert kept["eager"] > kept["checkpoint"]
     assert own["eager"].device == Machine.of(torch.device("cpu")).device
+
+
+class ListBlock(torch.nn.Linear):
+    def forward(self, inputs):
+        return super().forward(torch.cat(inputs, 1))
+
+
+class ListNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(ListBlock(3 * i, 3) for i in (1, 2))
+
+    def forward(self, x):
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(features))
+        return torch.cat(features, 1)
+
+
+def test_a_checkpointed_block_recomputes_with_the_list_that_it_was_given():
+    plain, x = ListNet(), torch.randn(2, 3)
+    checkpointed = copy.deepcopy(plain)
+    models._checkpoint(checkpointed, models.Case(ListNet, x.shape, "OtherBlock ListBlock"))
+    assert models.pk.saved_bytes(checkpointed, x) < models.pk.saved_bytes(plain, x)
+    for net in (plain, checkpointed):
+        net(x).square().sum().backward()
+    for ours, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_a_model_that_conversion_makes_wrong_gets_no_speed(measured, monkeypatch):

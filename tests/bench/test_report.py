@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from bench import measure, plots, report
+from bench import measure, memory, plots, report
 from bench.measure import Machine
-from bench.records import MODELS, ModelRow, Row, put, read
+from bench.records import MEMORY, MODELS, ModelRow, Row, put, read
 
 RESULTS = measure.ROOT / "bench" / "results"
 
@@ -56,7 +56,8 @@ def test_wrong_results_are_in_no_comparison():
 
 
 def test_the_pages_are_those_of_the_committed_results(tmp_path, monkeypatch):
-    for name in ("_against_depth", "_memory_against_time"):  # drawing takes seconds
+    # Drawing takes seconds.
+    for name in ("_against_depth", "_memory_against_time", "write_memory_of_models"):
         monkeypatch.setattr(plots, name, lambda *arguments: arguments[-1])
     (tmp_path / "docs").mkdir()
     for page in report.PAGES:
@@ -82,8 +83,9 @@ def test_rows_are_read_as_they_were_written(tmp_path):
 def pages(tmp_path):
     """A folder of pages with the text `old` in their blocks."""
     (tmp_path / "docs").mkdir()
-    for page, name in report.PAGES.items():
-        (tmp_path / page).write_text(f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->")
+    for page, names in report.PAGES.items():
+        blocks = [f"<!-- bench:{name} -->\nold\n<!-- /bench:{name} -->" for name in names]
+        (tmp_path / page).write_text("\n".join(blocks))
     return tmp_path
 
 
@@ -104,8 +106,10 @@ def test_a_report_has_tables_and_plots_of_every_device(pages):
     ]
     put(results / f"a-cpu{MODELS}", *models)
     report.main(["--results", str(results), "--root", str(pages)])
-    readme, text, convert = ((pages / page).read_text() for page in report.PAGES)
+    readme, text, convert, memory_page = ((pages / page).read_text() for page in report.PAGES)
     assert "\nold\n" not in readme + text + convert
+    assert memory_page == "<!-- bench:memory -->\n<!-- /bench:memory -->"  # without rows
+    assert readme.endswith("<!-- bench:memory-figure -->\n<!-- /bench:memory-figure -->")
     names = [
         "a-cpu-2-threads-batch-16-float32-memory-against-depth.png",
         "a-cpu-2-threads-batch-16-float32-resnet-1001-memory-against-time.png",
@@ -118,6 +122,71 @@ def test_a_report_has_tables_and_plots_of_every_device(pages):
     assert "**a cpu (2 threads)**" in readme and f"](bench/results/{names[1]})" in readme
     line = next(line for line in convert.splitlines() if line.startswith("| net"))
     assert cells(line)[3:] == ["7 of 7", "0", "eager", "12", "1.20x, 0.50", "", "0.80x, 0.25"]
+
+
+def memory_row(contender, ms, kept, peak, case="timm resnet50", **columns):
+    machine = Machine("a cpu (2 threads)", "torch 2", "abc", "today", "python -m bench.memory")
+    return machine.stamp(ModelRow(case, contender, "4x3x8x8", "fp32", kept, peak, ms, **columns))
+
+
+def test_memory_of_models_is_relative_to_eager_in_a_table_and_a_figure(pages):
+    results = pages / "bench" / "results"
+    put(results / "a-cpu-2-threads.csv", row("eager-nchw", 20.0, 400), row("fused-store", 9.0, 200))
+    rebuild = "pk.convert, rebuild, channels_last"
+    put(
+        results / f"a-cpu-2-threads{MEMORY}",
+        memory_row("eager, channels_last", 10.0, 300, 500, case="timm vgg16_bn"),
+        memory_row("compile, model, budget 0.2", 8.0, 60, 400, case="timm vgg16_bn"),
+        memory_row("checkpoint", 12.0, 100, 400, case="timm densenet121"),  # without eager
+        memory_row("eager, channels_last", 10.0, 2**20, 1000),
+        memory_row("compile, model", None, None, None, note="RuntimeError: no room"),
+        memory_row("checkpoint", None, 2**18, 900),  # not timed yet
+        memory_row(rebuild, 12.5, 2**19, 250, fused="7 of 7"),
+    )
+    report.main(["--results", str(results), "--root", str(pages)])
+    text = (pages / "docs" / "memory.md").read_text()
+    lines = [cells(line) for line in text.splitlines() if line.startswith("| timm")]
+    assert lines == [
+        [
+            "timm resnet50",
+            "4x3x8x8",
+            "fp32",
+            "1",
+            "",
+            "failed",
+            "",
+            "",
+            "",
+            "0.80x, 0.50, 0.25",
+            "",
+        ],
+        ["timm vgg16_bn", "4x3x8x8", "fp32", "0", "", "", "", "1.25x, 0.20, 0.80", "", "", ""],
+    ]
+    assert "\nFailed: timm resnet50, compile, model: RuntimeError: no room\n" in text
+    figure = "bench/results/a-cpu-2-threads-memory-of-models.png"
+    assert (pages / figure).exists() and f"]({figure})" in (pages / "README.md").read_text()
+
+
+def test_the_figure_shows_each_contender_of_each_model_once(monkeypatch, tmp_path):
+    shown = {}
+
+    def closed(figure):
+        for axes in figure.axes:
+            points = [
+                line.get_xydata().tolist() for line in axes.lines if line.get_marker() != "None"
+            ]
+            if points:
+                shown[axes.get_title()] = [point for (point,) in points]
+
+    monkeypatch.setattr(plots.plt, "close", closed)
+    rows = [
+        memory_row(name, 10.0 + index, 100 - index, 1, case=case)
+        for case in memory.FIGURE
+        for index, name in enumerate((memory.PLAIN, *memory.TITLES))
+    ]
+    assert plots.write_memory_of_models(rows, tmp_path / "figure.png").stat().st_size > 10_000
+    one = [[(100 - i) / 100, (10 + i) / 10] for i in range(1 + len(memory.TITLES))]
+    assert shown == dict.fromkeys(memory.FIGURE, one)
 
 
 def test_a_page_without_its_markers_is_left_alone(pages):

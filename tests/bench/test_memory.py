@@ -1,0 +1,91 @@
+"""Memory and time of published models."""
+
+import os
+import time
+
+import pytest
+
+from bench import memory
+from bench.records import ModelRow, read
+from testbed import norm_act_models
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Measures tiny models with the command, in this process; returns rows by contender."""
+    tiny = memory.Case(
+        lambda: norm_act_models.SwishWideResNet(10, 1),
+        (4, 3, 8, 8),
+        "SwishBlock",
+        activations={norm_act_models.SwishFunction: "silu"},
+    )
+    monkeypatch.setitem(memory.CASES, "tiny", tiny)
+    monkeypatch.setattr(memory, "in_own_process", lambda seconds, call, *given: call(*given))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")
+
+    def run(*options):
+        paths = ["--device", "cpu", "--out", str(tmp_path)]
+        memory.main(["--models", "tiny", "--steps", "1", *paths, *options])
+        (path,) = tmp_path.iterdir()
+        return {r.contender: r for r in read(path, ModelRow)}
+
+    return run
+
+
+def test_modes_keep_less_and_a_resumed_run_measures_only_what_is_missing(measured, capsys):
+    own = ["checkpoint", *memory.OWN]
+    rows = measured("--contenders", memory.PLAIN, *own)
+    assert list(rows) == [memory.PLAIN, *own]
+    for name, row in rows.items():
+        assert row.median_ms and row.peak_bytes is not None and not row.note
+        assert row.fused == ("7 of 7" if name in memory.OWN else "")
+    plain, store, *_, least = (rows[name].saved_bytes for name in (memory.PLAIN, *memory.OWN))
+    assert plain > store > least and plain > rows["checkpoint"].saved_bytes
+    capsys.readouterr()
+    assert measured("--contenders", memory.PLAIN, *own, "--resume") == rows
+    assert not capsys.readouterr().out
+    measured("--contenders", memory.PLAIN, "--resume")
+    assert not capsys.readouterr().out
+
+
+def test_a_contender_that_fails_gets_the_reason_and_the_others_get_times(measured, monkeypatch):
+    def wrong(*_):
+        raise ArithmeticError("error 1, of the plain model 0")
+
+    monkeypatch.setattr(memory.models, "check_equal", wrong)
+    store = next(iter(memory.OWN))
+    with pytest.raises(SystemExit, match="some contenders were not measured"):
+        measured("--contenders", memory.PLAIN, store)
+    rows = measured("--contenders", memory.PLAIN)
+    assert rows[memory.PLAIN].median_ms
+    row = rows[store]
+    assert (row.saved_bytes, row.peak_bytes, row.median_ms) == (None, None, None)
+    assert row.note == "ArithmeticError: error 1, of the plain model 0"
+
+
+def test_the_whole_model_is_compiled_within_its_budget(measured, monkeypatch):
+    compiled = {}
+
+    def backend(budget):
+        def compile_graph(graph, _):
+            compiled.setdefault(budget, []).append(graph)
+            return graph.forward
+
+        return compile_graph
+
+    monkeypatch.setattr(memory, "inductor", backend)
+    names = [name for name in memory.RIVALS if name.startswith("compile")]
+    rows = measured("--contenders", *names)
+    assert all(rows[name].median_ms for name in names)
+    assert list(compiled) == [1.0, 0.5, 0.2]
+    depth = len(list(norm_act_models.SwishWideResNet(10, 1).modules()))
+    for graphs in compiled.values():
+        assert len(list(graphs[0].graph.nodes)) > depth
+
+
+def test_a_process_of_its_own_gives_a_result_or_says_why_not():
+    assert memory.in_own_process(60, os.getpid) != os.getpid()
+    with pytest.raises(RuntimeError, match="the process ended with exit status 3"):
+        memory.in_own_process(60, os._exit, 3)
+    with pytest.raises(RuntimeError, match="no result within 0 s"):
+        memory.in_own_process(0.1, time.sleep, 60)
