@@ -144,7 +144,7 @@ def with_memory(row: ModelRow, a: argparse.Namespace) -> ModelRow:
             fused = f"{len(report.fused)} of {len(report)}"
             reference = Trained(_BY_NAME[PLAIN], case, plain, a)
             models.check_equal(Trained(contender, case, plain, a), reference)
-    except Exception as error:
+    except (ArithmeticError, RuntimeError) as error:
         return dataclasses.replace(row, note=measure.first_line(error))
     peak = int(statistics.median(peak_bytes))
     return dataclasses.replace(row, saved_bytes=saved_bytes, peak_bytes=peak, fused=fused)
@@ -211,11 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and writes."""
     parser = measure.parser("bench.memory", __doc__, "--device", "--out")
     names = [c.name for c in CONTENDERS]
+    models.add_options(parser, CASES, names)
     add = parser.add_argument
-    add("--models", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
-    add("--contenders", nargs="+", choices=names, metavar="NAME", help=f"of: {'; '.join(names)}")
-    add("--steps", type=int, default=5, help="timed steps of each contender (5)")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: under autocast")
     add("--limit", type=float, default=3600, help="seconds for each process (3600)")
     add("--resume", action="store_true", help="leave out models that were measured at this commit")
     a = parser.parse_args(arguments)

@@ -322,15 +322,23 @@ def table(rows: Sequence[ModelRow]) -> str:
     return records.table(lines)
 
 
+def add_options(
+    parser: argparse.ArgumentParser, cases: Mapping[str, Case], contenders: Sequence[str]
+) -> None:
+    """Adds the options of a command that trains `cases`."""
+    add = parser.add_argument
+    texts = f"some of: {', '.join(cases)}", f"of: {'; '.join(contenders)}"
+    add("--models", nargs="+", choices=cases, metavar="NAME", help=texts[0])
+    add("--contenders", nargs="+", choices=contenders, metavar="NAME", help=texts[1])
+    add("--steps", type=int, default=5, help="timed steps of each contender (5)")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: under autocast")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and writes."""
     parser = measure.parser("bench.models", __doc__, "--device", "--out")
     names = [c.name for c in CONTENDERS]
-    add = parser.add_argument
-    add("--models", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
-    add("--contenders", nargs="+", choices=names, metavar="NAME", help=f"of: {'; '.join(names)}")
-    add("--steps", type=int, default=5, help="timed steps of each contender (5)")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: under autocast")
+    add_options(parser, CASES, names)
     a = parser.parse_args(arguments)
     dtype, a.dtype = a.dtype, measure.DTYPES[a.dtype]
     machine = measure.Machine.of(a.device)

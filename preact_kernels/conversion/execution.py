@@ -29,7 +29,7 @@ from preact_kernels.conversion.operations import (
     plain_norm,
     tracked_statistics,
 )
-from preact_kernels.conversion.policy import POLICIES, Policy, Product, work_of_products
+from preact_kernels.conversion.policy import POLICIES, Policy, work_of
 from preact_kernels.conversion.recomputation import Recomputation
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
@@ -216,7 +216,7 @@ class _Execution:
         repeated: "_Repeated",
     ) -> None:
         """Lets the backward compute `y` again instead of saving it."""
-        work, product = _work(step, inputs, y)
+        work, product = work_of(inputs, y, _weight(step))
         if not y.requires_grad or policy.refuses(work, y, product):
             return
         recomputation, node = self._region.recomputation, step.end
@@ -262,10 +262,7 @@ class _Execution:
             inputs = [inputs[0].contiguous()]
         settings = node.settings
         if node.operation is CALL and saves_less and inputs[0].requires_grad:
-            func = repeatable.without_indices(
-                settings.func, (inputs[0], *settings.args), settings.kwargs
-            )
-            settings = settings._replace(func=func)
+            settings = settings._replace(func=repeatable.without_indices(settings.func))
         return node.operation.run(settings, *inputs, *rest)
 
     def _store(self, node: Node, y: Tensor) -> None:
@@ -367,18 +364,13 @@ def _of_this_forward(norm: NormArguments) -> NormArguments:
     return norm.with_copied_statistics()
 
 
-def _work(step: Match, inputs: Sequence[Tensor], y: Tensor) -> tuple[float, Product | None]:
-    """The work of a step, in bytes moved, and its convolution."""
-    moved = float(y.nbytes + sum(t.nbytes for t in inputs))
+def _weight(step: Match) -> Tensor | None:
+    """The weight of the convolution of a step without blocks."""
     if step.name:
         conv = step.units[0].conv
     else:
         conv = step.end if step.end.operation is CONV else None
-    if conv is None:
-        return moved, None
-    weight = cast(Tensor, conv.inputs[1])
-    moved += work_of_products(y.numel() * weight[0].numel(), y.device)
-    return moved, Product.of(inputs[0], weight)
+    return None if conv is None else cast(Tensor, conv.inputs[1])
 
 
 def _is_unsafe(node: Node) -> bool:

@@ -1,8 +1,9 @@
 """Which tensors a backward computes again, by work and bytes."""
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 # Floating-point operations that take as long as moving one byte of memory (estimates).
@@ -59,18 +60,31 @@ class Product(NamedTuple):
     read: int
     is_depthwise: bool
 
-    @staticmethod
-    def of(x: Tensor, weight: Tensor) -> "Product":
-        return Product(x.numel() * x.element_size(), weight.dim() > 2 and weight.shape[1] == 1)
-
 
 _ANY = float("inf")
 POLICIES: dict[str, Policy] = {
-    "rebuild": Policy(30.0, 40.0, 8.0, False),
-    "checkpoint": Policy(_ANY, _ANY, 24.0, True),
+    "rebuild": Policy(work=30.0, widening=40.0, span=8.0, repeats_depthwise=False),
+    "checkpoint": Policy(work=_ANY, widening=_ANY, span=24.0, repeats_depthwise=True),
 }
 
 
-def work_of_products(count: int, device: torch.device) -> float:
-    """The work of multiplying and adding `count` pairs, in bytes moved in the same time."""
-    return 2 * count / _OPERATIONS_PER_BYTE.get(device.type, _OPERATIONS_PER_BYTE_OF_GPU)
+def work_of(
+    inputs: Sequence[Tensor], result: Tensor, weight: Tensor | None, is_transposed: bool = False
+) -> tuple[float, Product | None]:
+    """The work of an operation, in bytes moved, and its convolution or linear layer.
+
+    Args:
+        inputs: what it reads; if it is a convolution or a linear layer, its input comes first.
+        result: its result.
+        weight: the weight of a convolution or a linear layer; None: another operation.
+        is_transposed: whether the convolution is transposed.
+    """
+    moved = float(sum(t.numel() * t.element_size() for t in (*inputs, result)))
+    if weight is None:
+        return moved, None
+    x = inputs[0]
+    products = (x if is_transposed else result).numel() * math.prod(weight.shape[1:])
+    per_byte = _OPERATIONS_PER_BYTE.get(x.device.type, _OPERATIONS_PER_BYTE_OF_GPU)
+    is_depthwise = weight.dim() > 2 and weight.shape[1] == 1
+    product = Product(x.numel() * x.element_size(), is_depthwise)
+    return moved + 2 * products / per_byte, product

@@ -106,21 +106,6 @@ class Value:
         is_source: whether a recipe reads `tensor`.
     """
 
-    __slots__ = (
-        *(
-            "__weakref__",
-            "chain",
-            "dtype",
-            "geometry",
-            "is_dropped",
-            "is_source",
-            "nbytes",
-            "packed",
-        ),
-        *("positions", "reads", "recipe", "sources", "storage", "tensor", "unsaved", "uses"),
-        *("version", "work"),
-    )
-
     def __init__(self, t: Tensor, tensor: Tensor | None) -> None:
         self.storage = torch_compat.WeakStorage(t.untyped_storage())
         self.version, self.geometry, self.dtype = t._version, Geometry.of(t), t.dtype
@@ -157,12 +142,13 @@ class Value:
 
     @property
     def has_changed(self) -> bool:
+        """Whether the program has changed `tensor` in place."""
         return self.tensor is not None and self.tensor._version != self.version
 
     def checked(self) -> Tensor:
         """The kept tensor; raises if it has changed since it was saved."""
         t = cast(Tensor, self.tensor)
-        check(t, self.version)
+        _check(t, self.version)
         return t
 
 
@@ -451,7 +437,7 @@ class Recomputation:
 
     def _unpack(self, saved: Any) -> Tensor:
         if type(saved) is _Unchanged:
-            check(saved.tensor, saved.version)
+            _check(saved.tensor, saved.version)
             return saved.tensor
         if type(saved) is _Packed:
             return self._hooks[1](saved.packed)
@@ -514,7 +500,7 @@ class Recomputation:
             for v in order:
                 recipe = cast(Recipe, v.recipe)
                 for t, version in recipe.constants:
-                    check(t, version)
+                    _check(t, version)
                 inputs = []
                 for part in recipe.inputs:
                     i = part.value
@@ -621,7 +607,7 @@ def _with_strides(t: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def check(t: Tensor, version: int) -> None:
+def _check(t: Tensor, version: int) -> None:
     """Raises if a tensor has changed or was freed since the forward."""
     shape = list(t.shape)
     if t._version != version:

@@ -397,7 +397,7 @@ class Region(TorchFunctionMode):
         is_plain = torch_compat.is_torch_function_enabled()
         function = func
         if is_plain and args and type(args[0]) in self.tensor_types and args[0].requires_grad:
-            function = repeatable.without_indices(func, args, kwargs)
+            function = repeatable.without_indices(func)
         with self.recomputation.saving():
             result = called(function, given, args, kwargs)
         with disable_torch_function():

@@ -4,7 +4,6 @@ They draw no random numbers, change nothing in place, and cost about as much as 
 tensors; of convolutions and linear layers, `work` counts the products.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from preact_kernels.conversion.containers import mapped
-from preact_kernels.conversion.policy import Product, work_of_products
+from preact_kernels.conversion.policy import Product, work_of
 from preact_kernels.conversion.recomputation import is_small
 from preact_kernels.ops.plain import gradients
 
@@ -65,13 +64,8 @@ def is_repeatable(func: Callable) -> bool:
 
 def work(func: Callable, tensors: list[Tensor], result: Tensor) -> tuple[float, Product | None]:
     """The work of a call, in bytes moved, and its convolution or linear layer."""
-    moved = float(sum(t.numel() * t.element_size() for t in (*tensors, result)))
-    if func not in _PRODUCTS or len(tensors) < 2:
-        return moved, None
-    x, weight = tensors[:2]
-    count = (x if "transpose" in func.__name__ else result).numel()
-    moved += work_of_products(count * math.prod(weight.shape[1:]), x.device)
-    return moved, Product.of(x, weight)
+    weight = tensors[1] if func in _PRODUCTS and len(tensors) > 1 else None
+    return work_of(tensors, result, weight, "transpose" in func.__name__)
 
 
 _PLACE = torch.empty(0)
@@ -148,10 +142,11 @@ _MAX_POOLS = {
 }
 
 
-def without_indices(func: Callable, args: tuple, kwargs: dict) -> Callable:
-    """The function, or a max pooling that saves no indices for these arguments."""
-    if func not in _MAX_POOLS or not args or len(args) > 6:
-        return func
-    if kwargs.get("return_indices") is True:
+def without_indices(func: Callable) -> Callable:
+    """The function, or a max pooling that saves no indices.
+
+    PyTorch calls other functions for max pooling with `return_indices=True`.
+    """
+    if func not in _MAX_POOLS:
         return func
     return lambda x, *args, **kwargs: _MaxPool.apply(x, lambda x: func(x, *args, **kwargs))

@@ -25,6 +25,7 @@ class Net(nn.Module):
         self.own, self.norm = forward, nn.BatchNorm2d(4)
         self.register_buffer("center", torch.zeros(1, 4, 1, 1))
         self.shift = nn.Parameter(torch.zeros(1, 4, 1, 1))
+        self.wide = nn.Conv2d(4, 16, 1)
 
     def forward(self, x):
         return self.own(self, x)
@@ -50,6 +51,12 @@ def before_it_is_saved(net, x):
     z = up(y)
     y.mul_(2)
     return torch.sin(torch.sigmoid(z))
+
+
+def the_result(net, x):
+    z = up(source(net, x))
+    z.mul_(2)
+    return torch.sin(z)
 
 
 def without_gradients(net, x):
@@ -151,10 +158,17 @@ def a_parameter(net, x):
     return torch.sin(s)
 
 
+def a_bias(net, x):
+    s = torch.sin(net.wide(F.relu(net.norm(x))))
+    with torch.no_grad():
+        net.wide.bias.add_(1)
+    return s
+
+
 FORWARDS = (
-    *(after, before_it_is_saved, without_gradients, through_data, through_numpy, through_a_part),
-    *(in_a_function, a_list_of_padding, a_list_of_indices, an_array_of_indices),
-    *(the_end_of_a_slice, a_list_of_tensors, a_buffer, a_parameter),
+    *(after, before_it_is_saved, the_result, without_gradients, through_data, through_numpy),
+    *(through_a_part, in_a_function, a_list_of_padding, a_list_of_indices, an_array_of_indices),
+    *(the_end_of_a_slice, a_list_of_tensors, a_buffer, a_parameter, a_bias),
 )
 
 

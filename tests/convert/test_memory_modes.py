@@ -212,6 +212,7 @@ FUNCTIONS = {
     "layer norm": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (C,)),
     "adaptive pooling": lambda x: F.adaptive_max_pool2d(x, 5),
     "strided max pooling": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "max pooling with indices": lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
     "transposed convolution": lambda x: F.conv_transpose2d(x, x[0, :, None, :2, :2].detach()),
     "linear": lambda x: F.linear(x.movedim(1, -1), x[0, :, 0, :C].detach().clone()),
     "dtype": lambda x: x.float().double(),
@@ -272,6 +273,20 @@ def test_what_is_not_kept_is_freed(name):
         assert alive.bytes() == 0
 
 
+@pytest.mark.parametrize("memory", MODES)
+def test_max_pooling_saves_no_indices(memory):
+    dtypes = set()
+
+    def pack(t):
+        dtypes.add(t.dtype)
+        return t
+
+    net = pk.convert(Net(u_net), memory=memory)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        net(images(torch.randn))
+    assert torch.int64 not in dtypes
+
+
 class Counting(TorchDispatchMode):
     """Counts operators."""
 
@@ -316,6 +331,8 @@ def test_a_segment_is_computed_once():
 
 
 def test_long_skips_are_kept_if_they_take_work(monkeypatch):
+    monkeypatch.setattr(recomputation, "_WINDOW", 1)
+
     def forward(net, x):
         a = x
         for i in range(4):
@@ -326,7 +343,7 @@ def test_long_skips_are_kept_if_they_take_work(monkeypatch):
         return net.narrow[0](torch.cat([a, h, h, h], 1))
 
     counts = counted_backward(forward, "checkpoint", layers=40)
-    assert counts["convolution"] <= 41
+    assert counts["convolution"] <= 44
 
 
 @pytest.mark.parametrize("memory", MODES)
@@ -382,6 +399,7 @@ def test_sharded_parameters(memory):
         random_model_parts.start_process_group()
         for block in net:
             torch.distributed.fsdp.fully_shard(block)
+        torch.distributed.fsdp.fully_shard(net)  # it does not free the parameters of the root
         x = images(torch.randn)
         found = []
         for model in (plain, net):

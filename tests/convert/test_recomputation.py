@@ -113,13 +113,15 @@ def test_memory_formats_and_autocast():
     assert_saves(network.bfloat16(), 0.75, x.bfloat16())
 
 
-@pytest.mark.parametrize(("span", "anchors"), [(24, 0), (4, 2), (2, 4)])
+@pytest.mark.parametrize(("span", "anchors"), [(24, 0), (4, 1), (2, 3)])
 def test_a_backward_holds_no_more_than_the_span(monkeypatch, span, anchors):
     """Of 9 units in a row, the first input is kept, and then one in `span`."""
     changed = policy.POLICIES["checkpoint"]._replace(span=span)
     monkeypatch.setitem(policy.POLICIES, "checkpoint", changed)
     network = Network(group_norm, count=1, drops=(0.0, 0.0), units=9)
-    assert_saves(network, (1.1 + anchors) / 10, torch.randn(2, CHANNELS, 16, 16))
+    x = torch.randn(2, CHANNELS, 16, 16)
+    assert_saves(network, (1.1 + anchors) / 10, x)
+    assert pk.saved_bytes(converted(network, "checkpoint"), x) >= (1 + anchors) * x.nbytes
 
 
 def test_norm_and_activation_before_other_functions():
