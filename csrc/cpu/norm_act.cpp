@@ -6,7 +6,8 @@
 namespace preact_kernels {
 
 void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
-                             const Tensor& y) {
+                             const Tensor* residual, const Tensor& y) {
+  PK_CHECK(residual == nullptr, "residual: not implemented for CPU");
   if (is_planar(x)) return launch_planes_norm_act_forward(size, x, norm, y);
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
@@ -23,7 +24,9 @@ void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm
 }
 
 void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
-                                   const Norm& norm, const Tensor* g, const Tensor& sums) {
+                                   const Norm& norm, const Tensor* y, const Tensor* g,
+                                   const Tensor& sums) {
+  PK_CHECK(y == nullptr, "y: not implemented for CPU");
   if (is_planar(x)) return launch_planes_norm_act_backward(size, dy, x, norm, g, sums);
   const auto launch_as = [&](auto stores_g, auto value) {
     using T = decltype(value);

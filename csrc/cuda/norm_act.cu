@@ -164,7 +164,8 @@ bool is_relu_without_rows(const Norm& norm) {
 // In each launch a thread block owns some channels, in a grid-stride loop over tiles of pixels.
 
 void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
-                             const Tensor& y) {
+                             const Tensor* residual, const Tensor& y) {
+  PK_CHECK(residual == nullptr, "residual: not implemented for CUDA");
   if (!is_relu_without_rows(norm)) return launch_any_norm_act_forward(size, x, norm, y);
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
@@ -182,7 +183,9 @@ void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm
 
 // A thread block has few channels: the last thread block adds few partial sums.
 void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
-                                   const Norm& norm, const Tensor* g, const Tensor& sums) {
+                                   const Norm& norm, const Tensor* y, const Tensor* g,
+                                   const Tensor& sums) {
+  PK_CHECK(y == nullptr, "y: not implemented for CUDA");
   if (!is_relu_without_rows(norm)) {
     return launch_any_norm_act_backward_mask(size, dy, x, norm, g, sums);
   }

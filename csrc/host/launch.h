@@ -26,14 +26,17 @@ void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
 void launch_residual_add_forward(const ImageSizes& size, const Tensor& x, const Tensor& branch,
                                  const Output& output);
 
-// y = act(p) for p = (x - mean) * scale + bias.
+// y = act(p) for p = (x - mean) * scale + bias, or act(p + residual) unless `residual` is null.
+// With a residual, p and the sum are rounded to the dtype of x, and the activation is ReLU or the
+// identity.
 void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
-                             const Tensor& y);
+                             const Tensor* residual, const Tensor& y);
 
-// g = dy * act'(p), stored unless `g` is null, and the sums of g and of g * xhat: [2, C], or [2, N,
-// C] if the norm has rows.
+// g = dy * act'(p), or, unless `y` is null, 0 where y <= 0, else dy (ReLU). Stored unless `g` is
+// null. And the sums of g and of g * xhat: [2, C], or [2, N, C] if the norm has rows.
 void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
-                                   const Norm& norm, const Tensor* g, const Tensor& sums);
+                                   const Norm& norm, const Tensor* y, const Tensor* g,
+                                   const Tensor& sums);
 
 // dx = [skip +] A*g + B*(x - mean) + C for a gradient with a step. If `activated`, g is first
 // multiplied by act'(p), and there is no skip.

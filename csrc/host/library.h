@@ -15,9 +15,9 @@ void define_ops(Library& m) {
   m.def(
       "residual_add_forward(Tensor x, Tensor branch, bool with_stats)"
       " -> (Tensor, Tensor, Tensor)");
-  m.def("norm_act_forward(Tensor x, " PK_NORM ") -> Tensor");
-  m.def("norm_act_backward_sums(Tensor dy, Tensor x, " PK_NORM ") -> Tensor");
-  m.def("norm_act_backward_mask(Tensor dy, Tensor x, " PK_NORM ") -> (Tensor, Tensor)");
+  m.def("norm_act_forward(Tensor x, " PK_NORM ", Tensor? residual) -> Tensor");
+  m.def("norm_act_backward_sums(Tensor dy, Tensor x, " PK_NORM ", Tensor? y) -> Tensor");
+  m.def("norm_act_backward_mask(Tensor dy, Tensor x, " PK_NORM ", Tensor? y) -> (Tensor, Tensor)");
   m.def("norm_act_backward_input(Tensor dy, Tensor x, " PK_NORM
         ", Tensor sums, float inv_count) -> Tensor");
   m.def("norm_input_gradient(" PK_GRADIENT ") -> Tensor");

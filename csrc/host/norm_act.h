@@ -34,35 +34,55 @@ inline std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x,
   return {output.y, output.statistics.mean, output.statistics.var};
 }
 
-inline Tensor norm_act_forward(const Tensor& x, PK_NORM_PARAMETERS) {
+// The tensor, or null.
+inline const Tensor* pointer_to(const std::optional<Tensor>& t) {
+  return t.has_value() ? &*t : nullptr;
+}
+
+inline Tensor norm_act_forward(const Tensor& x, PK_NORM_PARAMETERS,
+                               const std::optional<Tensor>& residual) {
   const Norm norm = norm_of(PK_NORM_ARGUMENTS);
   const ImageSizes size = check_images("x", x, is_planar(x));
   check_norm(norm, size, x);
+  if (residual.has_value()) {
+    check_like("residual", *residual, size, x, is_planar(x));
+    PK_CHECK(norm.activation.kind == ActivationKind::kRelu ||
+                 norm.activation.kind == ActivationKind::kIdentity,
+             "activation: expected relu or identity with a residual, got ", activation);
+  }
   const Tensor y = empty_dense(x, size);
-  launch_norm_act_forward(size, x, norm, y);
+  launch_norm_act_forward(size, x, norm, pointer_to(residual), y);
   return y;
 }
 
 // Checks and allocates for launch_norm_act_backward_mask, and returns the sums.
-inline Tensor activation_gradient(const Tensor& dy, const Tensor& x, const Norm& norm,
-                                  const Tensor* g) {
+inline Tensor activation_gradient(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS,
+                                  const std::optional<Tensor>& y, const Tensor* g) {
+  const Norm norm = norm_of(PK_NORM_ARGUMENTS);
   const ImageSizes size = check_images("x", x, is_planar(x));
   check_like("dy", dy, size, x, is_planar(x));
   check_norm(norm, size, x);
+  if (y.has_value()) {
+    check_like("y", *y, size, x, is_planar(x));
+    PK_CHECK(norm.activation.kind == ActivationKind::kRelu,
+             "activation: expected relu with y, got ", activation);
+  }
   const Tensor sums = empty_sums(x, size, norm.has_rows());
-  launch_norm_act_backward_mask(size, dy, x, norm, g, sums);
+  launch_norm_act_backward_mask(size, dy, x, norm, pointer_to(y), g, sums);
   return sums;
 }
 
-inline Tensor norm_act_backward_sums(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS) {
-  return activation_gradient(dy, x, norm_of(PK_NORM_ARGUMENTS), nullptr);
+inline Tensor norm_act_backward_sums(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS,
+                                     const std::optional<Tensor>& y) {
+  return activation_gradient(dy, x, PK_NORM_ARGUMENTS, y, nullptr);
 }
 
-// Used with convolutions that PyTorch computes.
+// Used with residuals, and with convolutions that PyTorch computes.
 inline std::tuple<Tensor, Tensor> norm_act_backward_mask(const Tensor& dy, const Tensor& x,
-                                                         PK_NORM_PARAMETERS) {
+                                                         PK_NORM_PARAMETERS,
+                                                         const std::optional<Tensor>& y) {
   const Tensor g = empty_dense(x, check_images("x", x, is_planar(x)));
-  return {g, activation_gradient(dy, x, norm_of(PK_NORM_ARGUMENTS), &g)};
+  return {g, activation_gradient(dy, x, PK_NORM_ARGUMENTS, y, &g)};
 }
 
 // Checks and allocates for launch_norm_input_gradient.

@@ -34,6 +34,8 @@ from preact_kernels.kernels.layout import nchw, nhwc
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES, torch.float64)
+# Activations of `norm_act_forward` with a residual.
+WITH_RESIDUAL = ("relu", "identity")
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -309,14 +311,23 @@ class Kernels(Protocol):
         """
 
     @abstractmethod
-    def norm_act_forward(self, x: Tensor, norm: Norm) -> Tensor:
-        """`act(p)`, in the dtype of `x`."""
+    def norm_act_forward(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """`act(p)`, or `act(p + residual)`, in the dtype of `x`.
+
+        `residual` has the shape, dtype and memory order of `x`. The sum is rounded to the dtype of
+        `x` before the activation, which is "relu" or "identity".
+        """
 
     @abstractmethod
     def norm_act_backward(
-        self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+        self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
-        """`g = dy * act'(p)` in the dtype of `x`, or None unless `with_g`; and its sums."""
+        """`g = dy * act'(p)` in the dtype of `x`, or None unless `with_g`; and its sums.
+
+        With `y`, the result of `norm_act_forward` with a residual and "relu", `g` is 0 where
+        `y <= 0`, else `dy`: a NaN in `y` passes `dy`. `g` is then also the gradient of the
+        residual. With a residual and "identity", `g` is `dy`, as without a residual.
+        """
 
     @abstractmethod
     def norm_input_gradient(self, gradient: Gradient, activated: bool = False) -> Tensor:

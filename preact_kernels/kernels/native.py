@@ -80,15 +80,15 @@ class FlatOps(UnitKernels):
     def group_stats(self, x: Tensor, groups: int) -> Statistics:
         return Statistics(*self._ops.group_stats.default(x, groups))
 
-    def norm_act_forward(self, x: Tensor, norm: Norm) -> Tensor:
-        return self._ops.norm_act_forward.default(x, *norm)
+    def norm_act_forward(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        return self._ops.norm_act_forward.default(x, *norm, residual)
 
     def norm_act_backward(
-        self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+        self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
         if with_g:
-            return self._ops.norm_act_backward_mask.default(dy, x, *norm)
-        return None, self._ops.norm_act_backward_sums.default(dy, x, *norm)
+            return self._ops.norm_act_backward_mask.default(dy, x, *norm, y)
+        return None, self._ops.norm_act_backward_sums.default(dy, x, *norm, y)
 
     def norm_input_gradient(self, gradient: Gradient, activated: bool = False) -> Tensor:
         if not activated:

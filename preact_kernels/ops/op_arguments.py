@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from preact_kernels.activations import ACTIVATIONS
-from preact_kernels.kernels.contract import Conv, statistics_dtype
+from preact_kernels.activations import ACTIVATIONS, RELU
+from preact_kernels.kernels.contract import WITH_RESIDUAL, Conv, statistics_dtype
 from preact_kernels.ops import checks
 
 _passed = checks.Passed()
@@ -59,6 +59,12 @@ def _check(op: str, given: Mapping[str, Any]) -> None:
                 _check_table(name, given[name], "x", x)
         if "sums" in given:
             _check_table("sums", given["sums"], "x", x, 2)
+        if op == "norm_act_forward" and given["residual"] is not None:
+            _check_same("residual", given["residual"], "x", x)
+            _check_activation("a residual", given["activation"], WITH_RESIDUAL)
+        if given.get("y") is not None:
+            _check_same("y", given["y"], "x", x)
+            _check_activation("y", given["activation"], (RELU.name,))
     if op == "group_stats":
         checks.check_count("groups", given["groups"])
         if given["x"].numel() == 0:
@@ -72,6 +78,12 @@ def _check(op: str, given: Mapping[str, Any]) -> None:
         _check_gradient(given, op == "norm_input_gradient" or given.get("wants_dy", False))
     if "conv_weight" in given:
         _check_conv(given)
+
+
+def _check_activation(beside: str, activation: str, served: Sequence[str]) -> None:
+    if activation not in served:
+        expected = " or ".join(served)
+        raise ValueError(f"activation: expected {expected} with {beside}, got {activation}")
 
 
 def _check_running(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:

@@ -51,9 +51,9 @@ SCHEMAS = {
     "bn_stats": "(Tensor x) -> (Tensor, Tensor)",
     "group_stats": "(Tensor x, SymInt groups) -> (Tensor, Tensor)",
     "running_stats_update": "(Tensor(a!)[] running, Tensor[] batch, Scalar momentum) -> ()",
-    "norm_act_forward": f"(Tensor x, {_NORM}) -> Tensor",
-    "norm_act_backward_sums": f"(Tensor dy, Tensor x, {_NORM}) -> Tensor",
-    "norm_act_backward_mask": f"(Tensor dy, Tensor x, {_NORM}) -> (Tensor, Tensor)",
+    "norm_act_forward": f"(Tensor x, {_NORM}, Tensor? residual) -> Tensor",
+    "norm_act_backward_sums": f"(Tensor dy, Tensor x, {_NORM}, Tensor? y) -> Tensor",
+    "norm_act_backward_mask": f"(Tensor dy, Tensor x, {_NORM}, Tensor? y) -> (Tensor, Tensor)",
     "norm_act_backward_input": (
         f"(Tensor dy, Tensor x, {_NORM}, Tensor sums, Scalar inv_count) -> Tensor"
     ),
@@ -113,10 +113,11 @@ def _flat_output(output: Output) -> tuple[Tensor, ...]:
 def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
     """Calls a function of `kernels` with the arguments of a schema, and flattens its results."""
     if name == "norm_act_forward":
-        return kernels.norm_act_forward(arguments[0], Norm(*arguments[1:]))
+        x, *norm, residual = arguments
+        return kernels.norm_act_forward(x, Norm(*norm), residual)
     if name in ("norm_act_backward_sums", "norm_act_backward_mask"):
-        dy, x, *norm = arguments
-        g, sums = kernels.norm_act_backward(dy, x, Norm(*norm), name.endswith("mask"))
+        dy, x, *norm, y = arguments
+        g, sums = kernels.norm_act_backward(dy, x, Norm(*norm), name.endswith("mask"), y)
         return sums if g is None else (g, sums)
     if name == "norm_act_backward_input":
         dy, x, *norm, sums, inv_count = arguments
@@ -226,11 +227,11 @@ class FakeKernels(Kernels):
     ) -> None:
         pass
 
-    def norm_act_forward(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm_act_forward(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return _nhwc_like(x)
 
     def norm_act_backward(
-        self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+        self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
         return _nhwc_like(x) if with_g else None, _sums_like(x, norm)
 

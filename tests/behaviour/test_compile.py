@@ -216,13 +216,24 @@ def kernel_arguments(dtype):
     whole = (None, None, None, None, None, 0.0, None, 0.0)
     step = (y, *behind, 1e-5, sums_behind, 1 / 60)
     backward = (x, *norm, weight, *conv)
+    backward_of_norms = [
+        (x, x, *norm, None),
+        (x, x, *in_rows, None),
+        (x, x.clone(), *norm, x.relu()),
+        (x, x.clone(), *in_rows[:5], "relu", 0.0, x.relu()),
+    ]
     return {
         "bn_stats": [(x,)],
         "group_stats": [(x, 2), (x, 8)],
         "running_stats_update": [([vectors[0], vectors[1]], [vectors[2], vectors[3]], 0.1)],
-        "norm_act_forward": [(x, *norm), (x, *in_rows)],
-        "norm_act_backward_sums": [(x, x, *norm), (x, x, *in_rows)],
-        "norm_act_backward_mask": [(x, x, *norm), (x, x, *in_rows)],
+        "norm_act_forward": [
+            (x, *norm, None),
+            (x, *in_rows, None),
+            (x, *norm, x.clone()),
+            (x, *in_rows[:5], "identity", 0.0, x.clone()),
+        ],
+        "norm_act_backward_sums": backward_of_norms,
+        "norm_act_backward_mask": backward_of_norms,
         "norm_act_backward_input": [
             (x, x, *norm, sums, 1 / 60),
             (x, x, *in_rows, row_sums, 1 / 30),

@@ -26,8 +26,8 @@ mallinfo2.restype = Info
 cpu.load_error()
 torch.empty(2**22)  # from here on, glibc takes what is smaller than this from its heap
 x = torch.randn(4, 64, 32, 32).contiguous(memory_format=torch.channels_last)
-vectors = torch.ones(4, 64)
-compute = lambda: torch.ops.preact_kernels_cpu.norm_act_forward(x, *vectors, 1e-5, "relu", 0.0)
+others = *torch.ones(4, 64), 1e-5, "relu", 0.0, None
+compute = lambda: torch.ops.preact_kernels_cpu.norm_act_forward(x, *others)
 tensors, small = [], []
 for _ in range(40):
     tensors.append(compute())
@@ -58,7 +58,7 @@ def test_results_are_aligned_and_dense(shape, dtype):
     x = torch.randn(shape).to(dtype, memory_format=torch.channels_last)
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     vectors = torch.ones(4, shape[1], dtype=statistics)
-    y = torch.ops.preact_kernels_cpu.norm_act_forward(x, *vectors, 1e-5, "relu", 0.0)
+    y = torch.ops.preact_kernels_cpu.norm_act_forward(x, *vectors, 1e-5, "relu", 0.0, None)
     expected = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
     assert y.stride() == expected.stride()
     assert y.untyped_storage().nbytes() == expected.untyped_storage().nbytes()

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import Activation, activate, activation_gradient
-from preact_kernels.kernels.contract import Gradient, Norm, statistics_dtype
+from preact_kernels.activations import RELU, Activation, activate, activation_gradient
+from preact_kernels.kernels.contract import WITH_RESIDUAL, Gradient, Norm, statistics_dtype
 
 
 def _image(t: Tensor) -> Tensor:
@@ -28,16 +28,25 @@ def _activation(norm: Norm) -> Activation:
     return Activation(norm.activation, norm.parameter)
 
 
-def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
+def norm_act_forward(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
     """See `Kernels.norm_act_forward`."""
-    return activate(_pre_activation(x, norm), _activation(norm)).to(x.dtype)
+    p = _pre_activation(x, norm)
+    if residual is not None:
+        assert norm.activation in WITH_RESIDUAL
+        p = (p + residual.to(p.dtype)).to(x.dtype).to(p.dtype)
+    return activate(p, _activation(norm)).to(x.dtype)
 
 
 def norm_act_backward(
-    dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+    dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
     """See `Kernels.norm_act_backward`."""
-    g = _gradient(dy, x, norm).to(x.dtype).contiguous(memory_format=torch.channels_last)
+    if y is None:
+        g = _gradient(dy, x, norm)
+    else:
+        assert norm.activation == RELU.name
+        g = dy.masked_fill(y <= 0, 0)
+    g = g.to(x.dtype).contiguous(memory_format=torch.channels_last)
     wide = g.to(statistics_dtype(x.dtype))
     axes = (2, 3) if norm.has_rows else (0, 2, 3)
     sums = torch.stack([wide.sum(axes), (wide * _normalised(x, norm)).sum(axes)])

@@ -22,7 +22,7 @@ def test_reads_beside_a_tensor_of_the_library(reports):
     """csrc/cpu/memory.cpp allocates it."""
     x = torch.zeros(1, 5, 3, 1).contiguous(memory_format=torch.channels_last)
     op = torch.ops.preact_kernels_cpu.norm_act_forward
-    reads_beside(op(x, *torch.ones(4, 5), 1e-5, "relu", 0.0), (2, 3), reports)
+    reads_beside(op(x, *torch.ones(4, 5), 1e-5, "relu", 0.0, None), (2, 3), reports)
 
 
 def test_a_read_past_the_end_of_a_buffer_that_was_larger_before(reports):
