@@ -249,12 +249,25 @@ def launch_others(dtype: torch.dtype) -> None:
         kernels.norm_act_forward(x, norm)
         kernels.norm_act_backward(x, x, norm, with_g=False)
         kernels.norm_act_backward(x, x, norm, with_g=True)
+        launch_with_residual(x, norm)
         for activated, skip in ((True, None), (False, x)):
             for gradient in gradients(x, skip, x):
                 kernels.norm_input_gradient(gradient, activated)
         kernels.residual_add_forward(x, x, True)
         kernels.residual_add_forward(x, x, False)
     launch_rare_convs(dtype)
+
+
+def launch_with_residual(x: torch.Tensor, norm: Norm) -> None:
+    """`act(p + residual)` and its backward; with rows and by the identity for few widths."""
+    norms = [norm]
+    if x.shape[1] in (64, 17):
+        norms.append(empty_norm(*x.shape[:2]))
+        kernels.norm_act_forward(x, empty_norm(x.shape[1], activation="identity"), x)
+    for relu in norms:
+        kernels.norm_act_forward(x, relu, x)
+        kernels.norm_act_backward(x, x, relu, with_g=False, y=x)
+        kernels.norm_act_backward(x, x, relu, with_g=True, y=x)
 
 
 def launch_activation(dtype: torch.dtype, activation: str) -> None:

@@ -327,6 +327,8 @@ def test_kernels_that_add_up_pixels_take_images_that_begin_at_multiples_of_16_by
     kernels.residual_add_forward(image(), image(), True)
     kernels.norm_act_backward(image(), image(), norm, True)
     kernels.norm_act_backward(image(), image(), with_rows, True)
+    for given in (norm, with_rows):
+        kernels.norm_act_backward(image(), image(), given, True, image())
     kernels.norm_act_conv_forward(unit, inputs, Epilogue(None, image(), True))
     kernels.norm_act_conv_backward(unit, Gradient(image(), step), inputs, Wanted(True, True))
     counts = {name: len(images) for name, images in launched.items()}

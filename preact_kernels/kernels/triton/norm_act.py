@@ -1,7 +1,8 @@
 """Norm and activation, forward and backward, and the gradient of a norm's input.
 
 If the norm has rows, each program works on one image. Otherwise `rows` is None, and for activations
-without a parameter `parameter` is None: no code is compiled for them.
+without a parameter `parameter` is None: no code is compiled for them. The same holds for `residual`
+and `y` where they are None.
 """
 
 from typing import cast
@@ -11,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preact_kernels.kernels.contract import AffineStep, Gradient, Norm
+from preact_kernels.activations import RELU
+from preact_kernels.kernels.contract import WITH_RESIDUAL, AffineStep, Gradient, Norm
 from preact_kernels.kernels.triton.activations import (
     activate,
     activation_gradient,
@@ -55,6 +57,7 @@ _TILES_OF_IMAGE = tl.constexpr(TILES_OF_IMAGE)
 def norm_act_forward_kernel(
     x,
     norm,
+    residual,
     y,
     parameter,
     rows,
@@ -64,9 +67,10 @@ def norm_act_forward_kernel(
     INT64: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """y = act(p). x and y are `[images, pixels, CHANNELS]`, with one image if `rows` is None.
+    """y = act(p [+ residual]).
 
-    Grid: images * tiles of an image, channel tiles.
+    x, residual and y are `[images, pixels, CHANNELS]`, with one image if `rows` is None. Grid:
+    images * tiles of an image, channel tiles.
     """
     wait_for_predecessors()
     TILE_PIXELS: tl.constexpr = TILES.tile_pixels
@@ -78,6 +82,8 @@ def norm_act_forward_kernel(
         image = tl.program_id(0) // tiles
         offset = image.to(tl.int64) * pixels * CHANNELS
         x, y = x + offset, y + offset
+        if residual is not None:
+            residual += offset
         norm = norm_of_image(norm, rows, image, CHANNELS)
     mean, _, scale, bias = load_norm(norm, channel, CHANNELS)
     tile = tl.program_id(0) if rows is None else tl.program_id(0) % tiles
@@ -86,6 +92,9 @@ def norm_act_forward_kernel(
     at = pixel[:, None] * CHANNELS + channel[None, :]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
+    if residual is not None:
+        p += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        p = p.to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + at, activate(p, parameter, ACTIVATION).to(y.dtype.element_ty), mask=mask)
 
 
@@ -105,6 +114,7 @@ def norm_act_backward_kernel(
     dy,
     x,
     norm,
+    y,
     g,
     sums,
     parameter,
@@ -114,7 +124,10 @@ def norm_act_backward_kernel(
     INT64: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """g = dy * act'(p), stored unless `g` is None, and its sums. Grid: programs, channel tiles."""
+    """g = dy * act'(p), stored unless `g` is None, and its sums. Grid: programs, channel tiles.
+
+    If `y`, the result of ReLU, is given, g = dy * [y > 0].
+    """
     wait_for_predecessors()
     TILE_PIXELS: tl.constexpr = TILES.tile_pixels
     TILE_CHANNELS: tl.constexpr = TILES.tile_channels
@@ -131,7 +144,10 @@ def norm_act_backward_kernel(
         mask = (pixel < pixels)[:, None] & is_channel[None, :]
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
+        if y is None:
+            p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
+        else:  # ReLU's result is 0 where its argument is not positive
+            p = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
         g_tile = load_g(dy, at, mask, p, x.dtype.element_ty, parameter, ACTIVATION)
         if g is not None:
             tl.store(g + at, g_tile.to(g.dtype.element_ty), mask=mask)
@@ -147,6 +163,7 @@ def norm_act_backward_rows_kernel(
     dy,
     x,
     norm,
+    y,
     g,
     sums,
     parameter,
@@ -158,6 +175,8 @@ def norm_act_backward_rows_kernel(
     TILES: tl.constexpr,
 ):
     """g = dy * act'(p), stored unless `g` is None, and partial sums of each image.
+
+    If `y`, the result of ReLU, is given, g = dy * [y > 0].
 
     `sums` is `[programs of an image, 2, images, CHANNELS]`. Grid: images * programs of an image,
     channel tiles.
@@ -172,6 +191,8 @@ def norm_act_backward_rows_kernel(
     image, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     offset = image.to(tl.int64) * pixels * CHANNELS
     dy, x = dy + offset, x + offset
+    if y is not None:
+        y += offset
     if g is not None:
         g += offset
     norm = norm_of_image(norm, rows, image, CHANNELS)
@@ -185,7 +206,10 @@ def norm_act_backward_rows_kernel(
         mask = (pixel < pixels)[:, None] & is_channel[None, :]
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
+        if y is None:
+            p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
+        else:  # ReLU's result is 0 where its argument is not positive
+            p = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
         g_tile = load_g(dy, at, mask, p, x.dtype.element_ty, parameter, ACTIVATION)
         if g is not None:
             tl.store(g + at, g_tile.to(g.dtype.element_ty), mask=mask)
@@ -259,8 +283,9 @@ def norm_input_gradient_kernel(
     tl.store(dx + at, whole.to(dx.dtype.element_ty), mask=mask)
 
 
-def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
+def norm_act_forward(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
     """See `Kernels.norm_act_forward`. A program owns one tile."""
+    assert residual is None or norm.activation in WITH_RESIDUAL
     rows, (activation, parameter) = (
         rows_of(norm),
         kernel_activation(norm.activation, norm.parameter),
@@ -271,7 +296,7 @@ def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
         launch_kernel(
             norm_act_forward_kernel,
             launch.grid,
-            (x, kernel_norm(norm), y, parameter, rows, launch.pixels),
+            (x, kernel_norm(norm), residual, y, parameter, rows, launch.pixels),
             {"ACTIVATION": activation, **launch.constants},
             launch.num_warps,
         )
@@ -279,15 +304,16 @@ def norm_act_forward(x: Tensor, norm: Norm) -> Tensor:
 
 
 def norm_act_backward(
-    dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+    dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
     """See `Kernels.norm_act_backward`.
 
     A program owns every `programs`-th tile of some channels.
     """
-    dy, x = aligned(dy), aligned(x)
+    assert y is None or norm.activation == RELU.name
+    dy, x, y = aligned(dy), aligned(x), None if y is None else aligned(y)
     if norm.has_rows:
-        return _backward_of_images(dy, x, norm, with_g)
+        return _backward_of_images(dy, x, norm, with_g, y)
     activation, parameter = kernel_activation(norm.activation, norm.parameter)
     launch = elementwise_launch(x, is_small=activation != "relu")
     g = torch.empty_like(x, memory_format=torch.channels_last) if with_g else None
@@ -296,7 +322,7 @@ def norm_act_backward(
         launch_kernel(
             norm_act_backward_kernel,
             launch.persistent_grid(),
-            (dy, x, kernel_norm(norm), g, sums, parameter, launch.pixels),
+            (dy, x, kernel_norm(norm), y, g, sums, parameter, launch.pixels),
             {"ACTIVATION": activation, **launch.constants},
             launch.num_warps,
         )
@@ -304,7 +330,7 @@ def norm_act_backward(
 
 
 def _backward_of_images(
-    dy: Tensor, x: Tensor, norm: Norm, with_g: bool
+    dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """`norm_act_backward` of a norm with rows.
 
@@ -322,7 +348,7 @@ def _backward_of_images(
         launch_kernel(
             norm_act_backward_rows_kernel,
             launch.image_grid(),
-            (dy, x, kernel_norm(norm), g, partials, parameter, rows, launch.pixels),
+            (dy, x, kernel_norm(norm), y, g, partials, parameter, rows, launch.pixels),
             {"ACTIVATION": activation, **launch.constants},
             launch.num_warps,
         )
