@@ -10,7 +10,8 @@ namespace preact_kernels {
 namespace cuda {
 
 // Channels of a vector, and pixels at a time. The code of each activation is unrolled over all of
-// these numbers. Vectors of 16 bytes would need more registers in half precision.
+// these numbers. Vectors of 16 bytes would need more registers in half precision. Kernels that do
+// not select an activation have them: those that add a residual or compute g from y.
 constexpr int kAnyWidth = 4, kAnySteps = 4;
 
 template <class T>
@@ -20,6 +21,7 @@ struct AnyNormActParams {
   ImageNorm norm;
   KernelActivation activation;
   T* y;
+  const T* residual;  // or null
 };
 
 constexpr int kAnyForwardThreadBlocks = 3;  // per multiprocessor
@@ -58,6 +60,38 @@ __global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
   });
 }
 
+constexpr int kAnyResidualSteps = 3;  // pixels at a time; limited by registers
+
+// y = act(p + residual), with p and the sum rounded to T, for ReLU and the identity.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
+    any_norm_act_residual_forward_kernel(AnyNormActParams<T> p) {
+  constexpr int kSteps = kAnyResidualSteps;
+  const ThreadRows<kWidth, kSteps> thread(p.images.rows);
+  const Normalisation<kWidth> norm(p.norm.of(p.images.image()), thread.channel, thread.is_used);
+  const int64_t begin = p.images.begin();
+  const float least = p.activation.kind == ActivationKind::kRelu ? 0.0f : -INFINITY;
+  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+    at += begin;
+    Vector<T, kWidth> x[kSteps], residual[kSteps];
+    load_rows(x, p.x + at, stride, steps);
+    load_rows(residual, p.residual + at, stride, steps);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      float value[kWidth], added[kWidth];
+      x[s].unpack(value);
+      residual[s].unpack(added);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const float sum = rounded<T>(norm(value[i], i)) + added[i];
+        value[i] = sum <= least ? least : sum;  // NaN stays NaN
+      }
+      x[s].pack(value);
+      if (s < steps) x[s].store(p.y + at + s * stride);
+    }
+  });
+}
+
 template <class T>
 struct AnyNormActMaskParams {
   ImageRows images;
@@ -69,12 +103,29 @@ struct AnyNormActMaskParams {
   GridSums memory;
   float* sums;     // [2, images, channels]: sum(g), sum(g * xhat)
   int64_t second;  // offset of sum(g * xhat) from sum(g)
+  const T* y;      // not used without kFromY
 };
 
 constexpr int kAnyMaskSteps = 3, kAnyMaskThreadBlocks = 2;  // limited by registers
 
-// g = dy * act'(p), rounded to T, and its sums.
+// 0 where y <= 0, else dy.
 template <class T, int kWidth>
+__device__ inline Vector<T, kWidth> masked(const Vector<T, kWidth>& dy,
+                                           const Vector<T, kWidth>& y) {
+  float g[kWidth], activated[kWidth];
+  dy.unpack(g);
+  y.unpack(activated);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    if (activated[i] <= 0) g[i] = 0;
+  }
+  Vector<T, kWidth> result;
+  result.pack(g);
+  return result;
+}
+
+// g = dy * act'(p), rounded to T, or dy * [y > 0] if kFromY; and its sums.
+template <class T, int kWidth, bool kFromY>
 __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
     any_norm_act_backward_mask_kernel(AnyNormActMaskParams<T> p) {
   constexpr int kSteps = kAnyMaskSteps;
@@ -84,27 +135,31 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
   double sums[2 * kWidth] = {};
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
     at += begin;
-    Vector<T, kWidth> x[kSteps], dy[kSteps];
+    Vector<T, kWidth> x[kSteps], dy[kSteps], y[kSteps];
     load_rows(x, p.x + at, stride, steps);
     load_rows(dy, p.dy + at, stride, steps);
+    if (kFromY) load_rows(y, p.y + at, stride, steps);
     // dy becomes g.
-    with_activation(p.activation, [&](const auto& function) {
+    if constexpr (!kFromY) {
+      with_activation(p.activation, [&](const auto& function) {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        float value[kWidth], g[kWidth];
-        x[s].unpack(value);
-        dy[s].unpack(g);
+        for (int s = 0; s < kSteps; ++s) {
+          float value[kWidth], g[kWidth];
+          x[s].unpack(value);
+          dy[s].unpack(g);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          g[i] = function.gradient(g[i], rounded<T>(norm(value[i], i)));
+          for (int i = 0; i < kWidth; ++i) {
+            g[i] = function.gradient(g[i], rounded<T>(norm(value[i], i)));
+          }
+          dy[s].pack(g);
         }
-        dy[s].pack(g);
-      }
-    });
+      });
+    }
     float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       if (s < steps) {
+        if (kFromY) dy[s] = masked(dy[s], y[s]);
         if (p.g != nullptr) dy[s].store(p.g + at + s * stride);
         float value[kWidth], g[kWidth];
         x[s].unpack(value);
@@ -239,37 +294,60 @@ ImageNorm image_norm(const Norm& norm) {
            norm.bias.has_value() ? row_stride(*norm.bias) : 0}};
 }
 
+template <class T, int kWidth, bool kResidual>
+constexpr auto forward_kernel() {
+  if constexpr (kResidual) {
+    return any_norm_act_residual_forward_kernel<T, kWidth>;
+  } else {
+    return any_norm_act_forward_kernel<T, kWidth>;
+  }
+}
+
 }  // namespace
 
 // In each launch a thread block owns some channels of one image, in a grid-stride loop over its
 // tiles of pixels.
 
 void launch_any_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
-                                 const Tensor& y) {
+                                 const Tensor* residual, const Tensor& y) {
   const OnDeviceOf on(x);
-  for_dtype(x, [&](auto value) {
+  const auto launch_as = [&](auto has_residual, auto value) {
     using T = decltype(value);
-    AnyNormActParams<T> params{
-        {}, data<T>(x), image_norm(norm), kernel_activation(norm.activation), mutable_data<T>(y)};
-    const bool vectors = fills_vectors<T, kAnyWidth>(size.channels, params.x, params.y);
-    const int width = vectors ? kAnyWidth : 1;
+    constexpr bool kResidual = decltype(has_residual)::value;
+    constexpr int kWidth = kResidual ? kFullWidth<T> : kAnyWidth;
+    constexpr int kSteps = kResidual ? kAnyResidualSteps : kAnySteps;
+    AnyNormActParams<T> params{{},
+                               data<T>(x),
+                               image_norm(norm),
+                               kernel_activation(norm.activation),
+                               mutable_data<T>(y),
+                               kResidual ? data<T>(*residual) : nullptr};
+    const bool vectors =
+        fills_vectors<T, kWidth>(size.channels, params.x, params.residual, params.y);
+    const int width = vectors ? kWidth : 1;
     const ImageGrid grid =
-        grid_for_images(size, norm.has_rows(), width, kAnySteps, 32, kAnyForwardThreadBlocks);
+        grid_for_images(size, norm.has_rows(), width, kSteps, 32, kAnyForwardThreadBlocks);
     const auto kernel =
-        vectors ? any_norm_act_forward_kernel<T, kAnyWidth> : any_norm_act_forward_kernel<T, 1>;
+        vectors ? forward_kernel<T, kWidth, kResidual>() : forward_kernel<T, 1, kResidual>();
     grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
       params.images = images;
       launch("norm_act_forward", kernel, thread_blocks, kThreads, 0, on.stream, params);
     });
+  };
+  for_dtype(x, [&](auto value) {
+    residual != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
   });
 }
 
 void launch_any_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
-                                       const Norm& norm, const Tensor* g, const Tensor& sums) {
+                                       const Norm& norm, const Tensor* y, const Tensor* g,
+                                       const Tensor& sums) {
   const OnDeviceOf on(x);
   const bool has_rows = norm.has_rows();
-  for_dtype(x, [&](auto value) {
+  const auto launch_as = [&](auto is_from_y, auto value) {
     using T = decltype(value);
+    constexpr bool kFromY = decltype(is_from_y)::value;
+    constexpr int kWidth = kFromY ? kFullWidth<T> : kAnyWidth;
     AnyNormActMaskParams<T> params{{},
                                    data<T>(dy),
                                    data<T>(x),
@@ -278,21 +356,26 @@ void launch_any_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy,
                                    g != nullptr ? mutable_data<T>(*g) : nullptr,
                                    {},
                                    mutable_data<float>(sums),
-                                   sums.numel() / 2};
-    const bool vectors = fills_vectors<T, kAnyWidth>(size.channels, params.dy, params.x, params.g);
-    const int width = vectors ? kAnyWidth : 1;
+                                   sums.numel() / 2,
+                                   kFromY ? data<T>(*y) : nullptr};
+    const bool vectors =
+        fills_vectors<T, kWidth>(size.channels, params.dy, params.x, params.y, params.g);
+    const int width = vectors ? kWidth : 1;
     const ImageGrid grid =
         grid_for_image_sums(size, has_rows, width, kAnyMaskSteps, 8, kAnyMaskThreadBlocks);
     const OwnedGridSums memory(x, grid.images, 2 * grid.thread_blocks.x, grid.thread_blocks.y,
                                size.channels, on.stream);
     params.memory = memory.sums;
-    const auto kernel = vectors ? any_norm_act_backward_mask_kernel<T, kAnyWidth>
-                                : any_norm_act_backward_mask_kernel<T, 1>;
+    const auto kernel = vectors ? any_norm_act_backward_mask_kernel<T, kWidth, kFromY>
+                                : any_norm_act_backward_mask_kernel<T, 1, kFromY>;
     grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
       params.images = images;
       launch("norm_act_backward_mask", kernel, thread_blocks, kThreads,
              kThreadBlockSumBytes * 2 * width, on.stream, params);
     });
+  };
+  for_dtype(x, [&](auto value) {
+    y != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
   });
 }
 

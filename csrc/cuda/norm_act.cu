@@ -13,27 +13,34 @@ struct NormActParams {
   const T* x;
   NormPointers norm;
   T* y;
+  const T* residual;  // not used without kResidual
 };
 
 constexpr int kNormActSteps = 4,
               kNormActThreadBlocks = 3;  // pixels at a time, thread blocks per multiprocessor
 
-// y = relu(p), with p rounded to T.
-template <class T, int kWidth>
+// y = relu(p), with p rounded to T; if kResidual, y = relu(p + residual), with the sum rounded too.
+template <class T, int kWidth, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kNormActThreadBlocks)
     norm_act_forward_kernel(NormActParams<T> p) {
   constexpr int kSteps = kNormActSteps;
   const ThreadRows<kWidth, kSteps> thread(p.rows);
   const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
-    Vector<T, kWidth> x[kSteps];
+    Vector<T, kWidth> x[kSteps], residual[kSteps];
     load_rows(x, p.x + at, stride, steps);
+    if (kResidual) load_rows(residual, p.residual + at, stride, steps);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      float value[kWidth];
+      float value[kWidth], added[kWidth];
       x[s].unpack(value);
+      if (kResidual) residual[s].unpack(added);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) value[i] = relu(norm(value[i], i));
+      for (int i = 0; i < kWidth; ++i) {
+        value[i] = norm(value[i], i);
+        if (kResidual) value[i] = rounded<T>(value[i]) + added[i];
+        value[i] = relu(value[i]);
+      }
       x[s].pack(value);
       if (s < steps) x[s].store(p.y + at + s * stride);
     }
@@ -49,12 +56,13 @@ struct NormActMaskParams {
   T* g;  // not used without kStore
   GridSums memory;
   float* sums;  // [2, channels]: sum(g), sum(g * xhat)
+  const T* y;   // not used without kFromY
 };
 
 constexpr int kMaskSteps = 3, kMaskThreadBlocks = 2;  // limited by registers
 
-// g = dy * [p > 0], stored if kStore, and its sums.
-template <class T, int kWidth, bool kStore>
+// g = dy * [p > 0], or dy * [y > 0] if kFromY; stored if kStore. And its sums.
+template <class T, int kWidth, bool kStore, bool kFromY>
 __global__ void __launch_bounds__(kThreads, kMaskThreadBlocks)
     norm_act_backward_mask_kernel(NormActMaskParams<T> p) {
   constexpr int kSteps = kMaskSteps;
@@ -62,19 +70,21 @@ __global__ void __launch_bounds__(kThreads, kMaskThreadBlocks)
   const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
   double sums[2 * kWidth] = {};
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
-    Vector<T, kWidth> x[kSteps], dy[kSteps];
+    Vector<T, kWidth> x[kSteps], dy[kSteps], y[kSteps];
     load_rows(x, p.x + at, stride, steps);
     load_rows(dy, p.dy + at, stride, steps);
+    if (kFromY) load_rows(y, p.y + at, stride, steps);
     float sum_g[kWidth] = {}, sum_g_x[kWidth] = {};
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       if (s < steps) {
-        float value[kWidth], g[kWidth];
+        float value[kWidth], g[kWidth], activated[kWidth];
         x[s].unpack(value);
         dy[s].unpack(g);
+        if (kFromY) y[s].unpack(activated);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          if (rounded<T>(norm(value[i], i)) <= 0) g[i] = 0;
+          if ((kFromY ? activated[i] : rounded<T>(norm(value[i], i))) <= 0) g[i] = 0;
           sum_g[i] += g[i];
           sum_g_x[i] += g[i] * (value[i] - norm.mean[i]);
         }
@@ -165,19 +175,24 @@ bool is_relu_without_rows(const Norm& norm) {
 
 void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                              const Tensor* residual, const Tensor& y) {
-  PK_CHECK(residual == nullptr, "residual: not implemented for CUDA");
-  if (!is_relu_without_rows(norm)) return launch_any_norm_act_forward(size, x, norm, y);
+  if (!is_relu_without_rows(norm)) return launch_any_norm_act_forward(size, x, norm, residual, y);
   const OnDeviceOf on(x);
-  for_dtype(x, [&](auto value) {
+  const auto launch_as = [&](auto has_residual, auto value) {
     using T = decltype(value);
+    constexpr bool kResidual = decltype(has_residual)::value;
     constexpr int kWidth = kFullWidth<T>;
-    NormActParams<T> params{{}, data<T>(x), pointers(norm), mutable_data<T>(y)};
-    const bool vectors = fills_vectors<T>(size.channels, params.x, params.y);
+    const T* added = kResidual ? data<T>(*residual) : nullptr;
+    NormActParams<T> params{{}, data<T>(x), pointers(norm), mutable_data<T>(y), added};
+    const bool vectors = fills_vectors<T>(size.channels, params.x, params.residual, params.y);
     const Grid grid = grid_for(size, vectors ? kWidth : 1, kNormActSteps, 32, kNormActThreadBlocks);
     params.rows = grid.rows;
     launch("norm_act_forward",
-           vectors ? norm_act_forward_kernel<T, kWidth> : norm_act_forward_kernel<T, 1>,
+           vectors ? norm_act_forward_kernel<T, kWidth, kResidual>
+                   : norm_act_forward_kernel<T, 1, kResidual>,
            grid.thread_blocks, kThreads, 0, on.stream, params);
+  };
+  for_dtype(x, [&](auto value) {
+    residual != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
   });
 }
 
@@ -185,31 +200,39 @@ void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm
 void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                    const Norm& norm, const Tensor* y, const Tensor* g,
                                    const Tensor& sums) {
-  PK_CHECK(y == nullptr, "y: not implemented for CUDA");
   if (!is_relu_without_rows(norm)) {
-    return launch_any_norm_act_backward_mask(size, dy, x, norm, g, sums);
+    return launch_any_norm_act_backward_mask(size, dy, x, norm, y, g, sums);
   }
   const OnDeviceOf on(x);
-  const auto launch_as = [&](auto stores_g, auto value) {
+  const auto launch_as = [&](auto stores_g, auto is_from_y, auto value) {
     using T = decltype(value);
-    constexpr bool kStore = decltype(stores_g)::value;
+    constexpr bool kStore = decltype(stores_g)::value, kFromY = decltype(is_from_y)::value;
     constexpr int kWidth = kFullWidth<T>;
-    T* stored = kStore ? mutable_data<T>(*g) : nullptr;
-    NormActMaskParams<T> params{
-        {}, data<T>(dy), data<T>(x), pointers(norm), stored, {}, mutable_data<float>(sums)};
-    const bool vectors = fills_vectors<T>(size.channels, params.dy, params.x, params.g);
+    NormActMaskParams<T> params{{},
+                                data<T>(dy),
+                                data<T>(x),
+                                pointers(norm),
+                                kStore ? mutable_data<T>(*g) : nullptr,
+                                {},
+                                mutable_data<float>(sums),
+                                kFromY ? data<T>(*y) : nullptr};
+    const bool vectors = fills_vectors<T>(size.channels, params.dy, params.x, params.y, params.g);
     const Grid grid = grid_for(size, vectors ? kWidth : 1, kMaskSteps, 8, kMaskThreadBlocks);
     const OwnedGridSums memory(x, grid.thread_blocks, size.channels, on.stream);
     params.rows = grid.rows;
     params.memory = memory.sums;
     launch("norm_act_backward_mask",
-           vectors ? norm_act_backward_mask_kernel<T, kWidth, kStore>
-                   : norm_act_backward_mask_kernel<T, 1, kStore>,
+           vectors ? norm_act_backward_mask_kernel<T, kWidth, kStore, kFromY>
+                   : norm_act_backward_mask_kernel<T, 1, kStore, kFromY>,
            grid.thread_blocks, kThreads, kThreadBlockSumBytes * 2 * (vectors ? kWidth : 1),
            on.stream, params);
   };
+  const auto launch_from = [&](auto is_from_y, auto value) {
+    g != nullptr ? launch_as(std::true_type{}, is_from_y, value)
+                 : launch_as(std::false_type{}, is_from_y, value);
+  };
   for_dtype(x, [&](auto value) {
-    g != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
+    y != nullptr ? launch_from(std::true_type{}, value) : launch_from(std::false_type{}, value);
   });
 }
 
