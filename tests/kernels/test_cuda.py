@@ -111,6 +111,20 @@ def test_what_the_kernels_cannot_read_is_refused():
         kernels().norm_act_forward(given.x, given.norm._replace(mean=given.norm.mean[:8]))
 
 
+@pytest.mark.parametrize("rows", ["", ALL_ROWS])
+def test_a_residual_and_y_may_be_off_alignment_while_x_is_aligned(rows):
+    given = arguments((2, 16, 3, 5), torch.bfloat16, rows=rows)
+    off = random_images((2, 16, 3, 5), torch.bfloat16, 1).relu_()
+    assert off.data_ptr() % 16
+
+    def results(t):
+        y = kernels().norm_act_forward(given.x, given.norm, t)
+        g, _ = kernels().norm_act_backward(given.dy, given.x, given.norm, True, t)
+        return {"y": y, "g": g}
+
+    assert_same_bits(results(off), results(off.clone()))
+
+
 def test_no_gradient_passes_where_an_activation_is_constant_even_if_dy_is_infinite():
     x = torch.tensor([-7.0, -1.0] * 32).view(1, 1, 1, -1)
     zero, one = torch.zeros(1), torch.ones(1)

@@ -93,8 +93,8 @@ def norm_act_forward_kernel(
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
     if residual is not None:
+        # The store rounds: ReLU and the identity give the same bits before and after rounding.
         p += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-        p = p.to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + at, activate(p, parameter, ACTIVATION).to(y.dtype.element_ty), mask=mask)
 
 
