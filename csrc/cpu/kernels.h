@@ -34,9 +34,13 @@ PK_FOR_EACH_ISA(
     template <class T> void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
                                           const NormRow<Accumulate<T>>& norm);
 
-    template <class T, bool kStore>
-    void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
-                   int64_t channels, const NormRow<Accumulate<T>>& norm, double* sums);
+    template <class T> void tile_norm_add_act(const T* x, const T* residual, T* y, int64_t pixels,
+                                              int64_t channels, const NormRow<Accumulate<T>>& norm);
+
+    template <class T, bool kStore, bool kFromY>
+    void tile_mask(std::bool_constant<kStore>, std::bool_constant<kFromY>, const T* dy, const T* x,
+                   const T* y, T* g, int64_t pixels, int64_t channels,
+                   const NormRow<Accumulate<T>>& norm, double* sums);
 
     template <class T, bool kMask, bool kHasSkip>
     void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>,
@@ -50,8 +54,11 @@ PK_FOR_EACH_ISA(
     template <class T> void planes_norm_act(const T* x, T* y, int64_t planes, int64_t pixels,
                                             const NormRow<Accumulate<T>>& norm);
 
+    template <class T> void planes_norm_add_act(const T* x, const T* residual, T* y, int64_t planes,
+                                                int64_t pixels, const NormRow<Accumulate<T>>& norm);
+
     template <class T>
-    void planes_mask(const T* dy, const T* x, T* g, int64_t planes, int64_t pixels,
+    void planes_mask(const T* dy, const T* x, const T* y, T* g, int64_t planes, int64_t pixels,
                      const NormRow<Accumulate<T>>& norm, double* sums, int64_t stride);
 
     template <class T>

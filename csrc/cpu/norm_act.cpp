@@ -7,18 +7,22 @@ namespace preact_kernels {
 
 void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
                              const Tensor* residual, const Tensor& y) {
-  PK_CHECK(residual == nullptr, "residual: not implemented for CPU");
-  if (is_planar(x)) return launch_planes_norm_act_forward(size, x, norm, y);
+  if (is_planar(x)) return launch_planes_norm_act_forward(size, x, norm, residual, y);
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     const Normalisation<Accumulate<T>> normalisation(norm, size.channels);
     const T* from = data<T>(x);
+    const T* addend = residual != nullptr ? data<T>(*residual) : nullptr;
     T* to = mutable_data<T>(y);
     const BatchTiles tiles(size, normalisation.has_rows);
     for_tiles(tiles.count, [&](int64_t tile) {
-      const int64_t at = tiles.first(tile) * size.channels;
-      PK_CALL(tile_norm_act, from + at, to + at, tiles.length(tile), size.channels,
-              normalisation.row(tiles.image(tile)));
+      const int64_t at = tiles.first(tile) * size.channels, pixels = tiles.length(tile);
+      const auto row = normalisation.row(tiles.image(tile));
+      if (addend != nullptr) {
+        PK_CALL(tile_norm_add_act, from + at, addend + at, to + at, pixels, size.channels, row);
+      } else {
+        PK_CALL(tile_norm_act, from + at, to + at, pixels, size.channels, row);
+      }
     });
   });
 }
@@ -26,14 +30,14 @@ void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm
 void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                    const Norm& norm, const Tensor* y, const Tensor* g,
                                    const Tensor& sums) {
-  PK_CHECK(y == nullptr, "y: not implemented for CPU");
-  if (is_planar(x)) return launch_planes_norm_act_backward(size, dy, x, norm, g, sums);
-  const auto launch_as = [&](auto stores_g, auto value) {
+  if (is_planar(x)) return launch_planes_norm_act_backward(size, dy, x, norm, y, g, sums);
+  const auto launch_as = [&](auto stores_g, auto from_y, auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
     const Normalisation<A> normalisation(norm, size.channels);
     const T* gradient = data<T>(dy);
     const T* from = data<T>(x);
+    const T* output = from_y ? data<T>(*y) : nullptr;
     T* to = stores_g ? mutable_data<T>(*g) : nullptr;
     const BatchTiles tiles(size, normalisation.has_rows);
     // The sums of a tile that is a whole image are complete.
@@ -44,8 +48,9 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
       const int64_t at = tiles.first(tile) * size.channels, image = tiles.image(tile);
       double* of_tile =
           is_whole ? thread_buffer<double, Use::kScratch>(2 * size.channels) : partial.tile(tile);
-      PK_CALL(tile_mask, stores_g, gradient + at, from + at, stores_g ? to + at : to,
-              tiles.length(tile), size.channels, normalisation.row(image), of_tile);
+      PK_CALL(tile_mask, stores_g, from_y, gradient + at, from + at, from_y ? output + at : output,
+              stores_g ? to + at : to, tiles.length(tile), size.channels, normalisation.row(image),
+              of_tile);
       if (!is_whole) return;
       A* sum = out + image * size.channels;
       merge_sums(of_tile, 1, size.channels, normalisation.rstd(image), sum,
@@ -54,7 +59,11 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
     if (!is_whole) partial.merge(normalisation, size.images, out);
   };
   for_dtype(x.scalar_type(), [&](auto value) {
-    g != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
+    const auto launch_for = [&](auto from_y) {
+      g != nullptr ? launch_as(std::true_type{}, from_y, value)
+                   : launch_as(std::false_type{}, from_y, value);
+    };
+    y != nullptr ? launch_for(std::true_type{}) : launch_for(std::false_type{});
   });
 }
 

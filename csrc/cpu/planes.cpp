@@ -119,35 +119,43 @@ void launch_planes_group_stats(const ImageSizes& size, const Tensor& x, int64_t 
 }
 
 void launch_planes_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
-                                    const Tensor& y) {
+                                    const Tensor* residual, const Tensor& y) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     const Normalisation<Accumulate<T>> normalisation(norm, size.channels);
     const T* from = data<T>(x);
+    const T* addend = residual != nullptr ? data<T>(*residual) : nullptr;
     T* to = mutable_data<T>(y);
     const PlaneRuns runs(size);
     runs.for_each([&](int64_t image, int64_t channel, int64_t planes, int64_t at) {
-      PK_CALL(planes_norm_act, from + at, to + at, planes, runs.pixels,
-              from_channel(normalisation.row(image), channel));
+      const auto row = from_channel(normalisation.row(image), channel);
+      if (addend != nullptr) {
+        PK_CALL(planes_norm_add_act, from + at, addend + at, to + at, planes, runs.pixels, row);
+      } else {
+        PK_CALL(planes_norm_act, from + at, to + at, planes, runs.pixels, row);
+      }
     });
   });
 }
 
 void launch_planes_norm_act_backward(const ImageSizes& size, const Tensor& dy, const Tensor& x,
-                                     const Norm& norm, const Tensor* g, const Tensor& sums) {
+                                     const Norm& norm, const Tensor* y, const Tensor* g,
+                                     const Tensor& sums) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
     const Normalisation<A> normalisation(norm, size.channels);
     const T* gradient = data<T>(dy);
     const T* from = data<T>(x);
+    const T* output = y != nullptr ? data<T>(*y) : nullptr;
     T* to = g != nullptr ? mutable_data<T>(*g) : nullptr;
     TileSums<A> of_images(size.images, size.channels);
     const PlaneRuns runs(size);
     runs.for_each([&](int64_t image, int64_t channel, int64_t planes, int64_t at) {
-      PK_CALL(planes_mask, gradient + at, from + at, to == nullptr ? to : to + at, planes,
-              runs.pixels, from_channel(normalisation.row(image), channel),
-              of_images.tile(image) + channel, size.channels);
+      PK_CALL(planes_mask, gradient + at, from + at, output == nullptr ? output : output + at,
+              to == nullptr ? to : to + at, planes, runs.pixels,
+              from_channel(normalisation.row(image), channel), of_images.tile(image) + channel,
+              size.channels);
     });
     of_images.merge(normalisation, size.images, mutable_data<A>(sums));
   });

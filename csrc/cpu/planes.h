@@ -10,9 +10,10 @@ void launch_planes_bn_stats(const ImageSizes& size, const Tensor& x, const Stati
 void launch_planes_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
                                const Statistics& of_x);
 void launch_planes_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm& norm,
-                                    const Tensor& y);
+                                    const Tensor* residual, const Tensor& y);
 void launch_planes_norm_act_backward(const ImageSizes& size, const Tensor& dy, const Tensor& x,
-                                     const Norm& norm, const Tensor* g, const Tensor& sums);
+                                     const Norm& norm, const Tensor* y, const Tensor* g,
+                                     const Tensor& sums);
 void launch_planes_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,
                                   const Tensor& dx);
 

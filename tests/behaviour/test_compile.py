@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import preact_kernels as pk
 from preact_kernels.activations import RELU, Activation
-from preact_kernels.ops import schema
+from preact_kernels.kernels.contract import Norm
+from preact_kernels.ops import dispatch, schema
 from tests.cases import (
     EVERY_MODULE,
     SERVED_DTYPES,
@@ -193,6 +194,24 @@ def test_copies_are_equal_and_independent(copied, name, backend):
         for t in other.state_dict().values():
             t.zero_()
     assert_same_bits(module.state_dict(), before)
+
+
+def test_a_residual_and_the_backward_from_y_compile_into_one_graph(backend):
+    def function(dy, x, residual, *tables):
+        kernels, norm = dispatch.kernels_for(x), Norm(*tables, 1e-5)
+        y = kernels.norm_act_forward(x, norm, residual)
+        identity = kernels.norm_act_forward(x, norm._replace(activation="identity"), residual)
+        g, sums = kernels.norm_act_backward(dy, x, norm, True, y)
+        _, alone = kernels.norm_act_backward(dy, x, norm, False, y)
+        return {"y": y, "identity": identity, "g": g, "sums": sums, "alone": alone}
+
+    images = torch.randn(3, 2, 10, 5, 4)
+    dy, x, residual = (t.contiguous(memory_format=torch.channels_last) for t in images)
+    tables = torch.rand(4, 10) + 0.5
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found = compiled(dy, x, residual, *tables)
+    assert_same_bits(found, function(dy, x, residual, *tables))
+    assert all(found[name].stride() == x.stride() for name in ("y", "identity", "g"))
 
 
 def kernel_arguments(dtype):

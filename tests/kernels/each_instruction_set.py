@@ -45,6 +45,11 @@ TESTS = {
         "values_and_derivatives_over_the_whole_range",
         "norm_ops_equal_their_specification",
     ),
+    "kernels/test_norm_act_residual": (
+        "residual_is_added_to_the_rounded_pre_activation",
+        "gradient_passes_where_y_is_positive_or_nan",
+        "planes_equal_their_specification",
+    ),
     "kernels/test_cpu_dropout": ("masks_of_any_length",),
     "kernels/test_cpu_layout": ("every_bit_is_kept",),
     "kernels/test_cpu_norm_act_conv": (

@@ -32,6 +32,8 @@ class Given(NamedTuple):
     dy: Tensor
     norm: Norm
     step: AffineStep
+    residual: Tensor
+    y: Tensor  # a result of ReLU
 
     @property
     def gradient(self):
@@ -42,13 +44,18 @@ class Given(NamedTuple):
     def gradient_without_skip(self):
         return Gradient(self.dy, self.step._replace(skip=None))
 
+    def norm_with(self, activation):
+        """The norm with an activation that takes a residual."""
+        return self.norm._replace(activation=activation, parameter=0.0)
+
     def to(self, dtype):
         """The same in another dtype."""
         norm, step = (
             type(part)(*(v.to(dtype) if isinstance(v, Tensor) else v for v in part))
             for part in (self.norm, self.step)
         )
-        return Given(self.x.to(dtype), self.dy.to(dtype), norm, step._replace(norm=norm))
+        x, dy, residual, y = (t.to(dtype) for t in (*self[:2], *self[4:]))
+        return Given(x, dy, norm, step._replace(norm=norm), residual, y)
 
     def image(self, index):
         """The arguments of one image of a norm with rows."""
@@ -62,7 +69,7 @@ class Given(NamedTuple):
         skip, x, _, sums, inv_count = self.step
         sums = sums[:, index : index + 1].contiguous()
         step = AffineStep(part(skip), part(x), norm, sums, inv_count)
-        return Given(part(self.x), part(self.dy), norm, step)
+        return Given(*map(part, self[:2]), norm, step, *map(part, self[4:]))
 
 
 def arguments(shape, dtype, inv_count=None, offset=0, rows="", activation="relu"):
@@ -78,14 +85,28 @@ def arguments(shape, dtype, inv_count=None, offset=0, rows="", activation="relu"
     norm = Norm(mean / 3, var.abs() + 0.5, weight, bias / 2, EPS, *function)
     sums = torch.randn(2, *[n] * bool(rows), channels) * count**0.5
     inv_count = 1 / count if inv_count is None else inv_count
-    return Given(x, dy, norm, AffineStep(skip, x, norm, sums, inv_count))
+    step = AffineStep(skip, x, norm, sums, inv_count)
+    residual, y = (random_images(shape, dtype, offset) for _ in range(2))
+    return Given(x, dy, norm, step, residual, y.relu_())
 
 
 OPS = {
     "bn_stats": lambda k, given: k.bn_stats(given.x),
     "norm_act_forward": lambda k, given: k.norm_act_forward(given.x, given.norm),
+    "norm_act_forward with residual": lambda k, given: k.norm_act_forward(
+        given.x, given.norm_with("relu"), given.residual
+    ),
+    "norm_act_forward with residual, identity": lambda k, given: k.norm_act_forward(
+        given.x, given.norm_with("identity"), given.residual
+    ),
     "norm_act_backward": lambda k, given: k.norm_act_backward(*given[:3], True),
     "norm_act_backward without g": lambda k, given: k.norm_act_backward(*given[:3], False),
+    "norm_act_backward from y": lambda k, given: k.norm_act_backward(
+        given.dy, given.x, given.norm_with("relu"), True, given.y
+    ),
+    "norm_act_backward from y without g": lambda k, given: k.norm_act_backward(
+        given.dy, given.x, given.norm_with("relu"), False, given.y
+    ),
     "norm_input_gradient": lambda k, given: k.norm_input_gradient(given.gradient),
     "norm_input_gradient without skip": lambda k, given: k.norm_input_gradient(
         given.gradient_without_skip

@@ -43,6 +43,10 @@ def double(value):
     return [t.double() for t in value] if isinstance(value, list) else value.double()
 
 
+def planar(t):
+    return t.contiguous()
+
+
 def rows(t):
     return torch.stack([t, t])
 
@@ -72,6 +76,9 @@ WRONG = {
         ("group_stats", {"groups": 3}, "groups: expected a divisor of the channels 32"),
         ("norm_act_backward_input", {"mean": rows}, r"sums: expected \[2, N, C\] for a norm"),
         ("norm_act_backward_input", {"sums": torch.flatten}, r"sums: expected \[2, C\] or"),
+        ("norm_act_backward_mask", {"activation": "silu"}, "activation: expected relu with y, got"),
+        ("norm_act_backward_mask", {"y": planar}, "y: expected memory dense in NHWC order"),
+        ("norm_act_backward_sums", {"activation": "identity"}, "activation: expected relu with y"),
         ("norm_act_conv_backward", {"g": double}, "g: expected the dtype of the convolution"),
         ("norm_act_conv_backward", {"skip": None, "step_x": None}, "step_x: expected one where dy"),
         ("norm_act_conv_backward", {"step_var": None}, "step_mean, step_var, step_weight"),
@@ -89,6 +96,10 @@ WRONG = {
         ("norm_act_conv_forward", {"residual": double}, "residual, g, step_x: expected the dtype"),
         ("norm_act_conv_forward", {"stride": [0, 1]}, "stride: expected 1 or more, got 0"),
         ("norm_act_conv_forward", {"stride": [1]}, "stride: expected 2 values, got 1"),
+        ("norm_act_forward", {"activation": "silu"}, "activation: expected relu or identity"),
+        ("norm_act_forward", {"residual": double}, "residual: expected the dtype of x"),
+        ("norm_act_forward", {"residual": planar}, "residual: expected memory dense in NHWC order"),
+        ("norm_act_forward", {"x": planar}, "residual: expected memory dense in NCHW order"),
         ("norm_input_gradient", {"g": double}, "g: expected the dtype of x"),
         ("norm_input_gradient", {"skip": None, "step_x": None}, "step_x: expected a tensor, got"),
         ("running_stats_update", {"batch": longer}, r"batch: expected shape \["),
@@ -101,7 +112,11 @@ WRONG = {
         ("norm_act_conv_backward", {"step_x": None, "wants_dy": False}, "skip: expected None"),
         ("norm_act_conv_forward", {"dtype": torch.int64}, "dtype: expected a floating point"),
         ("norm_act_conv_forward", {"padding": [1]}, "padding: expected an int or a pair of ints"),
+        ("norm_act_backward_mask", {"activation": "silu"}, "activation: expected relu with y, got"),
+        ("norm_act_backward_sums", {"activation": "identity"}, "activation: expected relu with y"),
+        ("norm_act_forward", {"activation": "silu"}, "activation: expected relu or identity"),
         ("norm_act_forward", {"activation": "swish"}, "activation: expected a known name"),
+        ("norm_act_forward", {"residual": double}, "residual: expected dtype float32, got float64"),
         ("running_stats_update", {"batch": longer}, r"batch\[0\]: expected shape \[32\], got"),
     ],
 }

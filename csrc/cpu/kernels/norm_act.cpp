@@ -21,6 +21,38 @@ void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
   }
 }
 
+// Calls body(kRelu) with a constant.
+template <class Body>
+PK_INLINE void with_relu(const Activation& activation, const Body& body) {
+  if (activation.kind == ActivationKind::kRelu) {
+    body(std::true_type{});
+  } else {
+    body(std::false_type{});
+  }
+}
+
+// y = act(p + residual), with p and the sum rounded to T. The activation is ReLU or the identity.
+template <class T>
+void tile_norm_add_act(const T* x, const T* residual, T* y, int64_t pixels, int64_t channels,
+                       const NormRow<Accumulate<T>>& norm) {
+  using A = Accumulate<T>;
+  with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
+    for_channel_vectors<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
+      constexpr int kVectors = decltype(vectors)::value;
+      const NormVectors<A, kVectors> n(norm, c, lanes, true);
+      for (int64_t p = 0; p < pixels; ++p) {
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t at = p * channels + c + v * kLanes<A>;
+          const Vector<A> d = load(x + at, lanes) - n.mean[v];
+          const Vector<A> sum =
+              as_stored(x, d * n.scale[v] + n.bias[v]) + load(residual + at, lanes);
+          store(y + at, decltype(is_relu)::value ? relu(sum) : sum, lanes);
+        }
+      }
+    });
+  });
+}
+
 // The most pixels of a sum in vectors.
 constexpr int64_t kShortSum = 16;
 
@@ -56,27 +88,18 @@ struct MaskedGradient {
   }
 };
 
-// Calls body(kRelu) with a constant.
-template <class Body>
-PK_INLINE void with_relu(const Activation& activation, const Body& body) {
-  if (activation.kind == ActivationKind::kRelu) {
-    body(std::true_type{});
-  } else {
-    body(std::false_type{});
-  }
-}
-
-// g = dy * act'(p), stored if kStore, and the TileSums of g as stored: few pixels are summed in
-// vectors, these sums in float64.
-template <class T, bool kStore>
-void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
-               int64_t channels, const NormRow<Accumulate<T>>& norm, double* sums) {
+// g = dy * act'(p), or, if kFromY, 0 where y <= 0, else dy. Stored if kStore. And the TileSums of g
+// as stored: few pixels are summed in vectors, these sums in float64.
+template <class T, bool kStore, bool kFromY>
+void tile_mask(std::bool_constant<kStore>, std::bool_constant<kFromY>, const T* dy, const T* x,
+               const T* y, T* g, int64_t pixels, int64_t channels,
+               const NormRow<Accumulate<T>>& norm, double* sums) {
   using A = Accumulate<T>;
   std::fill(sums, sums + 2 * channels, 0.0);
-  with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
+  const auto run = [&](auto is_relu) PK_LAMBDA {
     for_channel_vectors<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
       constexpr int kVectors = decltype(vectors)::value;
-      const NormVectors<A, kVectors> n(norm, c, lanes, true);
+      const NormVectors<A, kVectors> n(norm, c, lanes, !kFromY);
       MaskedGradient<T, kVectors, decltype(is_relu)::value> gradient;
       for (int64_t first = 0; first < pixels; first += kShortSum) {
         const int64_t end = std::min(first + kShortSum, pixels);
@@ -87,8 +110,12 @@ void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_
           for (int v = 0; v < kVectors; ++v) {
             const int64_t at = p * channels + c + v * kLanes<A>;
             const Vector<A> d = load(x + at, lanes) - n.mean[v];
-            const Vector<A> masked = as_stored(
-                x, gradient.at(p - first, v, d * n.scale[v] + n.bias[v], load(dy + at, lanes)));
+            Vector<A> masked = load(dy + at, lanes);
+            if constexpr (kFromY) {
+              masked = where_active<A>(load(y + at, lanes), masked);
+            } else {
+              masked = as_stored(x, gradient.at(p - first, v, d * n.scale[v] + n.bias[v], masked));
+            }
             if constexpr (kStore) store(g + at, masked, lanes);
             short_sum[v] += masked;
             short_product[v] += masked * d;
@@ -103,7 +130,12 @@ void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_
         }
       }
     });
-  });
+  };
+  if constexpr (kFromY) {
+    run(std::true_type{});
+  } else {
+    with_relu(norm.activation, run);
+  }
 }
 
 // dx = [skip +] a*g + b*(x - mean) + c; if kMask, g is first multiplied by act'(p).
@@ -158,8 +190,11 @@ void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>
 
 #define PK_INSTANTIATE(T)                                                                     \
   template decltype(tile_norm_act<T>) tile_norm_act<T>;                                       \
-  template decltype(tile_mask<T, true>) tile_mask<T, true>;                                   \
-  template decltype(tile_mask<T, false>) tile_mask<T, false>;                                 \
+  template decltype(tile_norm_add_act<T>) tile_norm_add_act<T>;                               \
+  template decltype(tile_mask<T, true, false>) tile_mask<T, true, false>;                     \
+  template decltype(tile_mask<T, false, false>) tile_mask<T, false, false>;                   \
+  template decltype(tile_mask<T, true, true>) tile_mask<T, true, true>;                       \
+  template decltype(tile_mask<T, false, true>) tile_mask<T, false, true>;                     \
   template decltype(tile_input_gradient<T, true, false>) tile_input_gradient<T, true, false>; \
   template decltype(tile_input_gradient<T, false, true>) tile_input_gradient<T, false, true>; \
   template decltype(tile_input_gradient<T, false, false>) tile_input_gradient<T, false, false>;

@@ -94,6 +94,23 @@ void planes_norm_act(const T* x, T* y, int64_t planes, int64_t pixels,
   if (!is_relu) activate(norm.activation, y + activated, done - activated);
 }
 
+// y = act(p + residual), with p and the sum rounded to T. The activation is ReLU or the identity.
+template <class T>
+void planes_norm_add_act(const T* x, const T* residual, T* y, int64_t planes, int64_t pixels,
+                         const NormRow<Accumulate<T>>& norm) {
+  using A = Accumulate<T>;
+  const bool is_relu = norm.activation.kind == ActivationKind::kRelu;
+  for (int64_t c = 0; c < planes; ++c) {
+    const A mean = norm.mean[c], scale = norm.scale[c], bias = norm.bias[c];
+    for_vectors<A>(pixels, [&](int64_t i, auto lanes) PK_LAMBDA {
+      const int64_t at = c * pixels + i;
+      const Vector<A> p = (load(x + at, lanes) - mean) * scale + bias;
+      const Vector<A> sum = as_stored(x, p) + load(residual + at, lanes);
+      store(y + at, is_relu ? relu(sum) : sum, lanes);
+    });
+  }
+}
+
 // The most pixels of a plane whose p and gradient are buffered.
 constexpr int64_t kPlanePart = 512;
 
@@ -116,10 +133,19 @@ PK_INLINE void plane_gradient(const T* dy, const T* x, int64_t count, A mean, A 
   if (!is_relu) multiply_by_derivative(activation, p_values, gradient, (count + kMask) & ~kMask);
 }
 
-// g = dy * act'(p), stored unless g is null, and its sums for each plane: sums[c] = sum(g) and
-// sums[stride + c] = sum(g * (x - mean)), of g as stored.
+// gradient = 0 where y <= 0, else dy, for at most kPlanePart values; the rest of the last vector is
+// 0.
+template <class T, class A>
+PK_INLINE void plane_gradient_from(const T* y, const T* dy, int64_t count, A* gradient) {
+  for_vectors<A>(count, [&](int64_t i, auto lanes) PK_LAMBDA {
+    store(gradient + i, where_active<A>(load(y + i, lanes), load(dy + i, lanes)));
+  });
+}
+
+// g = dy * act'(p), or, unless y is null, 0 where y <= 0, else dy. Stored unless g is null. And its
+// sums for each plane: sums[c] = sum(g) and sums[stride + c] = sum(g * (x - mean)), of g as stored.
 template <class T>
-void planes_mask(const T* dy, const T* x, T* g, int64_t planes, int64_t pixels,
+void planes_mask(const T* dy, const T* x, const T* y, T* g, int64_t planes, int64_t pixels,
                  const NormRow<Accumulate<T>>& norm, double* sums, int64_t stride) {
   using A = Accumulate<T>;
   alignas(64) A gradient[kPlanePart];
@@ -128,7 +154,11 @@ void planes_mask(const T* dy, const T* x, T* g, int64_t planes, int64_t pixels,
     double of_g = 0, of_product = 0;
     for (int64_t first = 0; first < pixels; first += kPlanePart) {
       const int64_t at = c * pixels + first, count = std::min(kPlanePart, pixels - first);
-      plane_gradient(dy + at, x + at, count, mean, scale, bias, norm.activation, gradient);
+      if (y != nullptr) {
+        plane_gradient_from(y + at, dy + at, count, gradient);
+      } else {
+        plane_gradient(dy + at, x + at, count, mean, scale, bias, norm.activation, gradient);
+      }
       Vector<A> sum = {}, product = {};
       for_vectors<A>(count, [&](int64_t i, auto lanes) PK_LAMBDA {
         const Vector<A> d = load(x + at + i, lanes) - mean;
@@ -175,10 +205,11 @@ void planes_input_gradient(const GradientPointers<T>& tensors, bool activated, i
   }
 }
 
-#define PK_INSTANTIATE(T)                                     \
-  template decltype(range_statistics<T>) range_statistics<T>; \
-  template decltype(planes_norm_act<T>) planes_norm_act<T>;   \
-  template decltype(planes_mask<T>) planes_mask<T>;           \
+#define PK_INSTANTIATE(T)                                           \
+  template decltype(range_statistics<T>) range_statistics<T>;       \
+  template decltype(planes_norm_act<T>) planes_norm_act<T>;         \
+  template decltype(planes_norm_add_act<T>) planes_norm_add_act<T>; \
+  template decltype(planes_mask<T>) planes_mask<T>;                 \
   template decltype(planes_input_gradient<T>) planes_input_gradient<T>;
 PK_FOR_DTYPES(PK_INSTANTIATE)
 
