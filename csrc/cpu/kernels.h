@@ -37,10 +37,14 @@ PK_FOR_EACH_ISA(
     template <class T> void tile_norm_add_act(const T* x, const T* residual, T* y, int64_t pixels,
                                               int64_t channels, const NormRow<Accumulate<T>>& norm);
 
-    template <class T, bool kStore, bool kFromY>
-    void tile_mask(std::bool_constant<kStore>, std::bool_constant<kFromY>, const T* dy, const T* x,
-                   const T* y, T* g, int64_t pixels, int64_t channels,
-                   const NormRow<Accumulate<T>>& norm, double* sums);
+    template <class T, bool kStore>
+    void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
+                   int64_t channels, const NormRow<Accumulate<T>>& norm, double* sums);
+
+    template <class T, bool kStore>
+    void tile_mask_from_y(std::bool_constant<kStore>, const T* dy, const T* x, const T* y, T* g,
+                          int64_t pixels, int64_t channels, const NormRow<Accumulate<T>>& norm,
+                          double* sums);
 
     template <class T, bool kMask, bool kHasSkip>
     void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>,

@@ -31,13 +31,13 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
                                    const Norm& norm, const Tensor* y, const Tensor* g,
                                    const Tensor& sums) {
   if (is_planar(x)) return launch_planes_norm_act_backward(size, dy, x, norm, y, g, sums);
-  const auto launch_as = [&](auto stores_g, auto from_y, auto value) {
+  const auto launch_as = [&](auto stores_g, auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
     const Normalisation<A> normalisation(norm, size.channels);
     const T* gradient = data<T>(dy);
     const T* from = data<T>(x);
-    const T* output = from_y ? data<T>(*y) : nullptr;
+    const T* output = y != nullptr ? data<T>(*y) : nullptr;
     T* to = stores_g ? mutable_data<T>(*g) : nullptr;
     const BatchTiles tiles(size, normalisation.has_rows);
     // The sums of a tile that is a whole image are complete.
@@ -48,9 +48,16 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
       const int64_t at = tiles.first(tile) * size.channels, image = tiles.image(tile);
       double* of_tile =
           is_whole ? thread_buffer<double, Use::kScratch>(2 * size.channels) : partial.tile(tile);
-      PK_CALL(tile_mask, stores_g, from_y, gradient + at, from + at, from_y ? output + at : output,
-              stores_g ? to + at : to, tiles.length(tile), size.channels, normalisation.row(image),
-              of_tile);
+      const int64_t pixels = tiles.length(tile);
+      const auto row = normalisation.row(image);
+      T* stored = stores_g ? to + at : to;
+      if (output != nullptr) {
+        PK_CALL(tile_mask_from_y, stores_g, gradient + at, from + at, output + at, stored, pixels,
+                size.channels, row, of_tile);
+      } else {
+        PK_CALL(tile_mask, stores_g, gradient + at, from + at, stored, pixels, size.channels, row,
+                of_tile);
+      }
       if (!is_whole) return;
       A* sum = out + image * size.channels;
       merge_sums(of_tile, 1, size.channels, normalisation.rstd(image), sum,
@@ -59,11 +66,7 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
     if (!is_whole) partial.merge(normalisation, size.images, out);
   };
   for_dtype(x.scalar_type(), [&](auto value) {
-    const auto launch_for = [&](auto from_y) {
-      g != nullptr ? launch_as(std::true_type{}, from_y, value)
-                   : launch_as(std::false_type{}, from_y, value);
-    };
-    y != nullptr ? launch_for(std::true_type{}) : launch_for(std::false_type{});
+    g != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
   });
 }
 

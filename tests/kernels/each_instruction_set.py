@@ -46,8 +46,8 @@ TESTS = {
         "norm_ops_equal_their_specification",
     ),
     "kernels/test_norm_act_residual": (
-        "residual_is_added_to_the_rounded_pre_activation",
-        "gradient_passes_where_y_is_positive_or_nan",
+        "a_residual_is_added_to_the_rounded_pre_activation",
+        "the_gradient_passes_where_y_is_positive_or_nan",
         "planes_equal_their_specification",
     ),
     "kernels/test_cpu_dropout": ("masks_of_any_length",),

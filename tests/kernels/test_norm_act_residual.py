@@ -19,14 +19,14 @@ pytestmark = [
 ]
 
 # Shape, elements that memory is off, whether the bias has rows. Among the shapes are images of one
-# pixel and of several tiles, whole vectors, and parts of them.
+# pixel and of several tiles, whole vectors, parts of them, and more channels than a block has.
 CASES = (
     ((2, 3, 5, 7), 0, False),
     ((3, 10, 4, 3), 0, True),
     ((2, 17, 29, 19), 0, False),
     ((2, 48, 7, 6), 0, True),
     ((2, 16, 3, 5), 1, False),
-    ((2, 264, 2, 3), 0, False),
+    ((2, 529, 2, 3), 0, False),
     ((5, 24, 1, 1), 0, True),
 )
 every_case = pytest.mark.parametrize(("shape", "offset", "has_rows"), CASES, ids=str)

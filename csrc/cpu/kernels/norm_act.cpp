@@ -31,23 +31,55 @@ PK_INLINE void with_relu(const Activation& activation, const Body& body) {
   }
 }
 
+// The most channels of a block. Kernels that read several images visit all channels of a block
+// before the next pixel: that is the order of memory, which processors prefetch.
+constexpr int64_t kBlockChannels = 512;
+
+// Calls body(first channel, channels) for every block.
+template <class Body>
+PK_INLINE void for_channel_blocks(int64_t channels, const Body& body) {
+  for (int64_t c = 0; c < channels; c += kBlockChannels) {
+    body(c, std::min(kBlockChannels, channels - c));
+  }
+}
+
+// The channels rounded up to whole vectors.
+template <class A>
+PK_INLINE int64_t in_whole_vectors(int64_t channels) {
+  return (channels + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
+}
+
+// A table of a block, with 0 behind it: all of its vectors are whole.
+template <class A>
+struct BlockTable {
+  alignas(64) A values[kBlockChannels];
+
+  BlockTable(const A* table, int64_t channels) {
+    for (int64_t c = 0; c < channels; ++c) values[c] = table[c];
+    for (int64_t c = channels; c < in_whole_vectors<A>(channels); ++c) values[c] = 0;
+  }
+};
+
 // y = act(p + residual), with p and the sum rounded to T. The activation is ReLU or the identity.
 template <class T>
 void tile_norm_add_act(const T* x, const T* residual, T* y, int64_t pixels, int64_t channels,
                        const NormRow<Accumulate<T>>& norm) {
   using A = Accumulate<T>;
-  with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
-    for_channel_vectors<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
-      constexpr int kVectors = decltype(vectors)::value;
-      const NormVectors<A, kVectors> n(norm, c, lanes, true);
+  for_channel_blocks(channels, [&](int64_t block, int64_t width) PK_LAMBDA {
+    const BlockTable<A> mean(norm.mean + block, width), scale(norm.scale + block, width),
+        bias(norm.bias + block, width);
+    with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
       for (int64_t p = 0; p < pixels; ++p) {
-        for (int v = 0; v < kVectors; ++v) {
-          const int64_t at = p * channels + c + v * kLanes<A>;
-          const Vector<A> d = load(x + at, lanes) - n.mean[v];
-          const Vector<A> sum =
-              as_stored(x, d * n.scale[v] + n.bias[v]) + load(residual + at, lanes);
-          store(y + at, decltype(is_relu)::value ? relu(sum) : sum, lanes);
-        }
+        for_channel_vectors<A>(width, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
+          for (int v = 0; v < decltype(vectors)::value; ++v) {
+            const int64_t c = first + v * kLanes<A>, at = p * channels + block + c;
+            const Vector<A> d = load(x + at, lanes) - load(mean.values + c);
+            const Vector<A> rounded =
+                as_stored(x, d * load(scale.values + c) + load(bias.values + c));
+            const Vector<A> sum = rounded + load(residual + at, lanes);
+            store(y + at, decltype(is_relu)::value ? relu(sum) : sum, lanes);
+          }
+        });
       }
     });
   });
@@ -88,18 +120,17 @@ struct MaskedGradient {
   }
 };
 
-// g = dy * act'(p), or, if kFromY, 0 where y <= 0, else dy. Stored if kStore. And the TileSums of g
-// as stored: few pixels are summed in vectors, these sums in float64.
-template <class T, bool kStore, bool kFromY>
-void tile_mask(std::bool_constant<kStore>, std::bool_constant<kFromY>, const T* dy, const T* x,
-               const T* y, T* g, int64_t pixels, int64_t channels,
-               const NormRow<Accumulate<T>>& norm, double* sums) {
+// g = dy * act'(p), stored if kStore, and the TileSums of g as stored: few pixels are summed in
+// vectors, these sums in float64.
+template <class T, bool kStore>
+void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
+               int64_t channels, const NormRow<Accumulate<T>>& norm, double* sums) {
   using A = Accumulate<T>;
   std::fill(sums, sums + 2 * channels, 0.0);
-  const auto run = [&](auto is_relu) PK_LAMBDA {
+  with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
     for_channel_vectors<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
       constexpr int kVectors = decltype(vectors)::value;
-      const NormVectors<A, kVectors> n(norm, c, lanes, !kFromY);
+      const NormVectors<A, kVectors> n(norm, c, lanes, true);
       MaskedGradient<T, kVectors, decltype(is_relu)::value> gradient;
       for (int64_t first = 0; first < pixels; first += kShortSum) {
         const int64_t end = std::min(first + kShortSum, pixels);
@@ -110,12 +141,8 @@ void tile_mask(std::bool_constant<kStore>, std::bool_constant<kFromY>, const T* 
           for (int v = 0; v < kVectors; ++v) {
             const int64_t at = p * channels + c + v * kLanes<A>;
             const Vector<A> d = load(x + at, lanes) - n.mean[v];
-            Vector<A> masked = load(dy + at, lanes);
-            if constexpr (kFromY) {
-              masked = where_active<A>(load(y + at, lanes), masked);
-            } else {
-              masked = as_stored(x, gradient.at(p - first, v, d * n.scale[v] + n.bias[v], masked));
-            }
+            const Vector<A> masked = as_stored(
+                x, gradient.at(p - first, v, d * n.scale[v] + n.bias[v], load(dy + at, lanes)));
             if constexpr (kStore) store(g + at, masked, lanes);
             short_sum[v] += masked;
             short_product[v] += masked * d;
@@ -130,12 +157,43 @@ void tile_mask(std::bool_constant<kStore>, std::bool_constant<kFromY>, const T* 
         }
       }
     });
-  };
-  if constexpr (kFromY) {
-    run(std::true_type{});
-  } else {
-    with_relu(norm.activation, run);
-  }
+  });
+}
+
+// g = 0 where y <= 0, else dy, stored if kStore, and the TileSums of g: few pixels are summed in A,
+// these sums in float64.
+template <class T, bool kStore>
+void tile_mask_from_y(std::bool_constant<kStore>, const T* dy, const T* x, const T* y, T* g,
+                      int64_t pixels, int64_t channels, const NormRow<Accumulate<T>>& norm,
+                      double* sums) {
+  using A = Accumulate<T>;
+  std::fill(sums, sums + 2 * channels, 0.0);
+  for_channel_blocks(channels, [&](int64_t block, int64_t width) PK_LAMBDA {
+    const BlockTable<A> mean(norm.mean + block, width);
+    for (int64_t first = 0; first < pixels; first += kShortSum) {
+      alignas(64) A short_sum[kBlockChannels], short_product[kBlockChannels];
+      std::fill_n(short_sum, in_whole_vectors<A>(width), A(0));
+      std::fill_n(short_product, in_whole_vectors<A>(width), A(0));
+      const int64_t end = std::min(first + kShortSum, pixels);
+      for (int64_t p = first; p < end; ++p) {
+        for_channel_vectors<A>(width, [&](auto vectors, int64_t from, auto lanes) PK_LAMBDA {
+          for (int v = 0; v < decltype(vectors)::value; ++v) {
+            const int64_t c = from + v * kLanes<A>, at = p * channels + block + c;
+            const Vector<A> d = load(x + at, lanes) - load(mean.values + c);
+            const Vector<A> masked = where_active<A>(load(y + at, lanes), load(dy + at, lanes));
+            if constexpr (kStore) store(g + at, masked, lanes);
+            store(short_sum + c, load(short_sum + c) + masked);
+            store(short_product + c, load(short_product + c) + masked * d);
+          }
+        });
+      }
+      double *sum = sums + block, *product = sum + channels;
+      for (int64_t c = 0; c < width; ++c) {
+        sum[c] += short_sum[c];
+        product[c] += short_product[c];
+      }
+    }
+  });
 }
 
 // dx = [skip +] a*g + b*(x - mean) + c; if kMask, g is first multiplied by act'(p).
@@ -191,10 +249,10 @@ void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>
 #define PK_INSTANTIATE(T)                                                                     \
   template decltype(tile_norm_act<T>) tile_norm_act<T>;                                       \
   template decltype(tile_norm_add_act<T>) tile_norm_add_act<T>;                               \
-  template decltype(tile_mask<T, true, false>) tile_mask<T, true, false>;                     \
-  template decltype(tile_mask<T, false, false>) tile_mask<T, false, false>;                   \
-  template decltype(tile_mask<T, true, true>) tile_mask<T, true, true>;                       \
-  template decltype(tile_mask<T, false, true>) tile_mask<T, false, true>;                     \
+  template decltype(tile_mask<T, true>) tile_mask<T, true>;                                   \
+  template decltype(tile_mask<T, false>) tile_mask<T, false>;                                 \
+  template decltype(tile_mask_from_y<T, true>) tile_mask_from_y<T, true>;                     \
+  template decltype(tile_mask_from_y<T, false>) tile_mask_from_y<T, false>;                   \
   template decltype(tile_input_gradient<T, true, false>) tile_input_gradient<T, true, false>; \
   template decltype(tile_input_gradient<T, false, true>) tile_input_gradient<T, false, true>; \
   template decltype(tile_input_gradient<T, false, false>) tile_input_gradient<T, false, false>;

@@ -33,7 +33,7 @@ def norm_act_forward(x: Tensor, norm: Norm, residual: Tensor | None = None) -> T
     p = _pre_activation(x, norm)
     if residual is not None:
         assert norm.activation in WITH_RESIDUAL
-        p = (p + residual.to(p.dtype)).to(x.dtype).to(p.dtype)
+        p = p + residual.to(p.dtype)  # rounding commutes with these activations
     return activate(p, _activation(norm)).to(x.dtype)
 
 
