@@ -376,6 +376,16 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def map_large_allocations() -> None:
+    """Lets glibc map each large allocation alone, and unmap it when it is freed.
+
+    Then the resident size follows what is in use: there are no unused holes between tensors.
+    """
+    m_mmap_threshold, m_mmap_max = -3, -4  # of malloc.h
+    _LIBC.mallopt(m_mmap_threshold, 2**16)
+    _LIBC.mallopt(m_mmap_max, 2**30)
+
+
 def allocated_bytes(call: Callable[[], object], device: torch.device) -> int:
     """Returns the bytes that `call` allocates and its result keeps alive, also outside autograd."""
     if device.type == "cuda":

@@ -127,6 +127,7 @@ def _plain_model(row: ModelRow, a: argparse.Namespace) -> nn.Module:
 def with_memory(row: ModelRow, a: argparse.Namespace) -> ModelRow:
     """Returns the row of a contender with its bytes, or with the reason why there are none."""
     case, contender = CASES[row.case], _BY_NAME[row.contender]
+    measure.map_large_allocations()
     try:
         plain = _plain_model(row, a)
         one = Trained(contender, case, plain, a)

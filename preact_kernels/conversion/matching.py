@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import ACTIVATIONS, IDENTITY, Activation
+from preact_kernels.activations import ACTIVATIONS, IDENTITY, RELU, Activation
 from preact_kernels.conversion.deferred import Node
 from preact_kernels.conversion.operations import (
     ACTIVATION,
@@ -35,6 +35,7 @@ class UnitNodes(NamedTuple):
     norm: Node
     scale: Node | None = None
     shift: Node | None = None
+    add: Node | None = None  # addition of a residual before the activation, without a convolution
     activation: Node | None = None
     dropout: Node | None = None
     pads: tuple[Node, ...] = ()
@@ -45,12 +46,12 @@ class UnitNodes(NamedTuple):
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The nodes, in order."""
-        first = self.norm, self.scale, self.shift, self.activation, self.dropout
+        first = self.norm, self.scale, self.shift, self.add, self.activation, self.dropout
         return tuple([n for n in (*first, *self.pads, self.conv, self.bias) if n is not None])
 
     @property
     def end(self) -> Node:
-        last = self.bias or self.conv or self.activation
+        last = self.bias or self.conv or self.activation or self.add
         return last or self.shift or self.scale or self.norm
 
     @property
@@ -71,13 +72,21 @@ class UnitNodes(NamedTuple):
     @property
     def name(self) -> str:
         parts = [self.norm.settings.norm.title]
-        named = ("Scale", self.scale), ("Shift", self.shift)
+        named = (("Scale", self.scale), ("Shift", self.shift), ("Add", self.add))
         parts += [name for name, node in named if node is not None]
         if self.activation is not None:
             parts.append(ACTIVATIONS[self.activation.settings.name].title)
-        named = ("Dropout", self.dropout), ("Conv", self.conv)
-        parts += [name for name, node in named if node is not None]
+        if self.dropout is not None:
+            parts.append("Dropout")
+        if self.conv is not None:
+            parts.append("Conv")
         return "-".join(parts)
+
+    @property
+    def residual(self) -> Node | Tensor:
+        """What `add` adds."""
+        first, second = cast(Node, self.add).inputs
+        return second if first is self.norm else first
 
     def arguments(self, x: Tensor | None = None) -> UnitArguments:
         """The arguments of the unit for its input; scale and shift need `x`."""
@@ -270,7 +279,7 @@ class Matcher:
                 new = self._matches_from(norm)
                 matches += new
                 taken.update(n for m in new for n in m.nodes if n.operation is NORM)
-                self._added.update(m.end for m in new if m.end.operation is ADD)
+                self._added.update(n for m in new for n in m.nodes if n.operation is ADD)
         return self._joined(matches), self._refused
 
     def _readers(self, node: Node) -> tuple[Node, ...]:
@@ -296,15 +305,34 @@ class Matcher:
             found, reader = found._replace(scale=reader), self._only_reader(reader)
         if reader is not None and reader.operation is SHIFT and reader.inputs[0] is found.end:
             found, reader = found._replace(shift=reader), self._only_reader(reader)
-        if reader is not None and reader.operation is ACTIVATION:
+        if found.end is norm and reader is not None and self._is_sum(reader):
+            found, after = found._replace(add=reader), self._only_reader(reader)
+            if after is not None and after.operation is ACTIVATION and after.settings == RELU:
+                found = found._replace(activation=after)
+        elif reader is not None and reader.operation is ACTIVATION:
             found = found._replace(activation=reader)
         elif found.scale is None and (reader is None or not self._leads_to_conv(reader)):
             after = reader if reader is not None else found.end
             return f"no activation follows ({function_name(after)})"
         needed = [i.needs_grad if isinstance(i, Node) else i.requires_grad for i in norm.inputs]
-        if norm.context.has_grad and not any(needed) and self._leads_to_gradient(found.end):
+        if norm.context.has_grad and not any(needed) and self._saves_for(found):
             return "it is frozen, and plain PyTorch saves nothing for it"
         return found
+
+    def _saves_for(self, found: UnitNodes) -> bool:
+        """Whether autograd records what runs after a norm."""
+        if found.add is not None:
+            return found.add.needs_grad
+        return self._leads_to_gradient(found.end)
+
+    @staticmethod
+    def _is_sum(node: Node) -> bool:
+        """Whether a node adds two tensors of its dtype."""
+        return (
+            node.operation is ADD
+            and node.inputs[0] is not node.inputs[1]
+            and all(i.dtype == node.dtype for i in node.inputs)
+        )
 
     def _leads_to_conv(self, node: Node) -> bool:
         """Whether a node is a convolution, or leads to one through padding and dropout."""
@@ -326,6 +354,8 @@ class Matcher:
         The reason is empty if only the program reads the activation.
         """
         found = self._candidates[norm]
+        if found.add is not None:
+            return "a residual is added"
         end = found.end
         readers = self._readers(end)
         if end.is_held:
@@ -376,6 +406,8 @@ class Matcher:
 
     def _matches_from(self, norm: Node) -> list[Match]:
         """Returns the matches of a norm, its activation and the units after them."""
+        if self._candidates[norm].add is not None:
+            return self._sum_from(norm)
         units, x = self._units(norm), norm.inputs[0]
         if len(units) == 2 and not isinstance(units, str):
             for unit, projection in (units, units[::-1]):
@@ -402,6 +434,17 @@ class Matcher:
         last_match = _match(f"{units[-1].name} and residual add", units[-1:], (), add)
         last_match = last_match._replace(inputs=(*last_match.inputs, other))
         return [*_consecutive_matches(units[:-1]), last_match]
+
+    def _sum_from(self, norm: Node) -> list[Match]:
+        """Returns the match of a norm whose result is added to another tensor."""
+        found = self._candidates[norm]
+        if found.add in self._added:
+            self._refused[norm] = "another operation runs fused with the sum of its result"
+            return []
+        alone = _match(found.name, [found], (), found.end)
+        return [
+            alone._replace(inputs=(*alone.inputs, found.residual), reason="a residual is added")
+        ]
 
     def _projecting_block(self, units: list[UnitNodes], projection: UnitNodes) -> Match | None:
         last = units[-1].end

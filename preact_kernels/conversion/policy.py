@@ -17,7 +17,8 @@ class Policy(NamedTuple):
     Attributes:
         work: most work to compute a value again.
         widening: the same, for convolutions that write at least twice the bytes that they read.
-        span: most bytes that a backward holds to compute a value again.
+        span: most bytes that a backward holds to compute a value again, in sizes of the largest
+            value so far.
         repeats_depthwise: whether depthwise convolutions run again, which take long for their work.
     """
 
@@ -41,7 +42,7 @@ class Policy(NamedTuple):
             most = self.widening if size >= 2 * product.read else most
         return work > most * size
 
-    def drops(self, size: int, saved: int, work: float, held: int) -> bool:
+    def drops(self, size: int, saved: int, work: float, held: int, largest: int) -> bool:
         """Whether to compute a value again.
 
         Args:
@@ -49,9 +50,10 @@ class Policy(NamedTuple):
             saved: the same, without those to keep for it alone.
             work: work to compute it from what is saved.
             held: bytes of the values that the backward computes before it.
+            largest: bytes of the largest value so far.
         """
         is_less = 2 * saved >= size and work <= self.widening * saved
-        return is_less and held + size <= self.span * size
+        return is_less and held + size <= self.span * largest
 
 
 class Product(NamedTuple):
@@ -63,8 +65,8 @@ class Product(NamedTuple):
 
 _ANY = float("inf")
 POLICIES: dict[str, Policy] = {
-    "rebuild": Policy(work=30.0, widening=40.0, span=8.0, repeats_depthwise=False),
-    "checkpoint": Policy(work=_ANY, widening=_ANY, span=24.0, repeats_depthwise=True),
+    "rebuild": Policy(work=30.0, widening=40.0, span=4.0, repeats_depthwise=False),
+    "checkpoint": Policy(work=_ANY, widening=_ANY, span=6.0, repeats_depthwise=True),
 }
 
 

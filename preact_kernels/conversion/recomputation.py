@@ -213,7 +213,7 @@ class Recomputation:
         self._extra: weakref.WeakSet[Value] = weakref.WeakSet()
         self._exposed: dict[int, Any] = {}
         self.work = 0.0
-        self._position = 0
+        self._position = self._largest = 0
         self._context: Context | None = None
         self._passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
@@ -344,7 +344,7 @@ class Recomputation:
 
     def _decide(self, policy: Policy, values: list[Value]) -> None:
         for value in values:
-            if value.recipe is None or not _is_worth_it(policy, value):
+            if value.recipe is None or not self._is_worth_it(policy, value):
                 value.keep(self._hooks)
                 continue
             for v in value.unsaved:
@@ -360,6 +360,14 @@ class Recomputation:
             for part in value.recipe.inputs:
                 part.value.uses += 1
         self._undecided = [v for v in self._undecided if v not in values]
+
+    def _is_worth_it(self, policy: Policy, value: Value) -> bool:
+        unsaved = [v for v in value.unsaved if not v.is_kept]
+        if any(v.has_changed for v in unsaved):
+            return False
+        saved = value.nbytes - sum(v.nbytes for v in unsaved)
+        held = sum(v.nbytes for v in value.chain)
+        return policy.drops(value.nbytes, saved, value.work, held, self._largest)
 
     def finish(self) -> None:
         """Forgets values that nothing saved, and copies what the program still holds."""
@@ -424,6 +432,7 @@ class Recomputation:
         value = self._find(t) or self._new(t)
         if not value.positions:
             self._position += value.nbytes
+            self._largest = max(self._largest, value.nbytes)
             if value.tensor is None and value.packed is None:
                 value.tensor = _whole(t, value)
             self._undecided.append(value)
@@ -545,14 +554,6 @@ def _order(target: Value, own: _Pass) -> list[Value]:
         else:
             order.setdefault(waiting.pop())
     return [*order]
-
-
-def _is_worth_it(policy: Policy, value: Value) -> bool:
-    unsaved = [v for v in value.unsaved if not v.is_kept]
-    if any(v.has_changed for v in unsaved):
-        return False
-    saved = value.nbytes - sum(v.nbytes for v in unsaved)
-    return policy.drops(value.nbytes, saved, value.work, sum(v.nbytes for v in value.chain))
 
 
 def _bytes(value: Value) -> int:

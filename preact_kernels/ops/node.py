@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import activate
+from preact_kernels.activations import IDENTITY, RELU, activate
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import (
     AffineStep,
@@ -106,6 +106,47 @@ class UnitFunction(torch.autograd.Function):
         return None, dx, dweight, dbias, None, None, dconv_weight, dconv_bias, dresidual, None
 
 
+class SumFunction(torch.autograd.Function):
+    """`y = act(norm(x) + residual)`, where `act` is ReLU or the identity; see `UnitFunction`.
+
+    ReLU saves its result, as in PyTorch, and the residual is not saved.
+    """
+
+    @staticmethod
+    def forward(ctx, call, x, residual, weight, bias, mean, var):
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        norm = call.norm(weight, bias, mean, var)
+        image = call.kernels.norm_act_forward(call.image(x), norm, call.image(residual))
+        y = layout.from_image(image, layout.shape_of(x, call.dims), call.channels_last).detach()
+        activated = (y,) if call.unit.activation == RELU else ()
+        ctx.save_for_backward(x, weight, bias, mean, var, *activated)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        if dy is None:
+            return (None,) * 7
+        call, (_, needs_x, needs_residual, *needs_affine, _, _) = ctx.call, ctx.needs_input_grad
+        tensors, results = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        needs, x = (needs_x, *needs_affine), layout.dense(tensors[0], call.planar)
+        is_plain = runs_plain_backward(dy)
+        if results and not is_plain:
+            image, norm, y = call.image(x), call.norm(*tensors[1:]), call.image(*results)
+            g, sums = call.kernels.norm_act_backward(call.image(dy), image, norm, True, y)
+            found = _norm_gradients(call, g, sums, x, norm, needs)
+            dy = layout.from_image(g, x.shape, not call.planar)
+        else:
+            for y in results:
+                dy = torch.where(y <= 0, torch.zeros_like(dy), dy)
+            call = call._replace(unit=call.unit._replace(activation=IDENTITY))
+            run = _plain_backward if is_plain else _backward
+            found = run(call, dy, (*tensors, None, None), (*needs, False, False))
+            dy = dy if call.dims > 3 else dy.reshape(x.shape)
+        dx, dweight, dbias, *_ = found
+        return None, dx, dy if needs_residual else None, dweight, dbias, None, None
+
+
 def _plain_backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[bool]) -> list:
     """The gradients of x, weight, bias, conv_weight and conv_bias in PyTorch's operators."""
     x, weight, bias, mean, var, conv_weight, bits = tensors
@@ -134,7 +175,7 @@ def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[boo
     norm = call.norm(weight, bias, mean, var)
     # Hooks of saved tensors may return another memory format.
     x = layout.dense(x, call.planar)
-    dx = dweight = dbias = dconv_weight = dconv_bias = None
+    dconv_weight = dconv_bias = None
     g: Any = None
     sums: Any = None
     needs_sums = needs_weight or needs_bias
@@ -156,17 +197,35 @@ def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[boo
                 dconv_weight = dconv_weight.squeeze(2)
         if needs_conv_bias:
             dconv_bias = dy.sum((0, *range(2, dy.dim()))).to(unit.dtype)
-    if needs_sums:
-        dweight, dbias = parameter_gradients(sums, weight, bias, (needs_weight, needs_bias))
+    gradients_of_norm = _norm_gradients(call, g, sums, x, norm, needs[:3], conv_weight is None)
+    return [*gradients_of_norm, dconv_weight, dconv_bias]
+
+
+def _norm_gradients(
+    call: UnitCall,
+    g: Tensor,
+    sums: Tensor,
+    x: Tensor,
+    norm: Norm,
+    needs: Sequence[bool],
+    activated: bool = False,
+) -> list:
+    """The gradients of x, weight and bias; for `g` and `activated` see `norm_input_gradient`."""
+    kernels, unit = call.kernels, call.unit
+    needs_x, *needs_affine = needs
+    dx = dweight = dbias = None
+    if any(needs_affine):
+        affine = norm.weight, cast(Tensor, norm.bias)
+        dweight, dbias = parameter_gradients(sums, *affine, needs_affine)
     if needs_x:
         image = call.image(x)
         shared = step_sums(sums, norm, unit.norm_groups, unit.process_group)
         inv_count = inv_count_in(image, unit.norm_groups, call.fixed_inv_count)
         step = AffineStep(None, image, norm, shared, inv_count)
         g = g if g.dtype == x.dtype else g.to(x.dtype)
-        dx = kernels.norm_input_gradient(Gradient(g, step), conv_weight is None)
+        dx = kernels.norm_input_gradient(Gradient(g, step), activated)
         dx = layout.from_image(dx, x.shape, not call.planar)
-    return [dx, dweight, dbias, dconv_weight, dconv_bias]
+    return [dx, dweight, dbias]
 
 
 def inv_count_in(x: Tensor, groups: int | None, fixed: float | None) -> float:
@@ -225,7 +284,8 @@ def run_unit(
     Args:
         x: `[N, C, ...]`.
         given: the arguments of the unit.
-        residual: shaped like the result, added to it; None without a convolution.
+        residual: shaped like the result. Added to it, or without a convolution before the
+            activation, which must be ReLU or the identity.
         prefix: prefix of the names of the norm's weight and bias in messages.
         dims: dimensions that x must have; None: 3 to 5, or 2 to 5 without a convolution.
         channels_last: memory format of the result; None: PyTorch's.
@@ -237,7 +297,7 @@ def run_unit(
         x = given.scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
     if given.conv is None:
-        y, statistics, fixed = _activated(kernels, x, given, checked, known)
+        y, statistics, fixed = _activated(kernels, x, given, checked, known, residual)
     else:
         y, statistics, fixed = _convolved(kernels, x, given, checked, residual, known)
     if not is_repeated:
@@ -255,14 +315,16 @@ def _activated(
     given: UnitArguments,
     checked: CheckedUnit,
     known: KnownStatistics | None,
+    residual: Tensor | None = None,
 ) -> _Result:
-    """A unit without its convolution."""
+    """A unit without its convolution; `residual` is added before the activation."""
     norm, _, _, scale_shift, *_ = given
     unit, channels_last, may_be_planar = checked
     x = x if x.dtype == unit.dtype else x.to(unit.dtype)
     if x.numel() == 0 and norm.process_group is None:
-        h = scale_shift.plain(norm.plain_of_empty_batch(x))
-        return activate(h.to(x.dtype), unit.activation), None, None
+        h = scale_shift.plain(norm.plain_of_empty_batch(x)).to(x.dtype)
+        h = h if residual is None else h + residual
+        return activate(h, unit.activation), None, None
     planar = may_be_planar and kernels.serves_planes
     dims, x = x.dim(), layout.dense(x, planar)
     weight, bias = norm.affine(x, x.shape[1])
@@ -271,7 +333,10 @@ def _activated(
     call = UnitCall(kernels, unit, None, dims, channels_last, planar)
     statistics, fixed = _statistics(norm, kernels, call.image(x.detach()), known)
     call = call if fixed is None else call._replace(fixed_inv_count=fixed)
-    return UnitFunction.apply(call, x, weight, bias, *statistics), statistics, fixed
+    if residual is None:
+        return UnitFunction.apply(call, x, weight, bias, *statistics), statistics, fixed
+    added = layout.dense(residual, planar)
+    return SumFunction.apply(call, x, added, weight, bias, *statistics), statistics, fixed
 
 
 def _statistics(

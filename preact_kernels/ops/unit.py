@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import ACTIVATIONS, RELU
+from preact_kernels.activations import ACTIVATIONS, IDENTITY, RELU
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import NO_CONV, Kernels, Unit
 from preact_kernels.norms import BatchNorm
@@ -73,7 +73,10 @@ def _check(
     scale_shift.check(x)
     x = scale_shift.promoted(x)
     if conv is None:
-        return unit_without_conv(x, given, channels_last)
+        found = unit_without_conv(x, given, channels_last)
+        if residual is not None:
+            _check_sum(residual, x, found.unit)
+        return found
     geometry = checks.check_conv(x, *conv)
     weight, dtype = conv.weight, compute_dtype(x)
     if residual is not None:
@@ -93,6 +96,16 @@ def _check(
     unit = unit_of(given, x.device, dtype)._replace(weight_shape=weight_shape, conv=geometry)
     unit = unit._replace(x_dtype=x.dtype, weight_dtype=weight.dtype)
     return CheckedUnit(unit, channels_last)
+
+
+def _check_sum(residual: Tensor, x: Tensor, unit: Unit) -> None:
+    """Checks `act(norm(x) + residual)`."""
+    checks.check_residual(residual, "residual", x.shape, x)
+    if residual.dtype != unit.dtype:
+        raise ValueError(f"residual: expected dtype {unit.dtype}, got {residual.dtype}")
+    if unit.activation not in (RELU, IDENTITY):
+        name = unit.activation.name
+        raise ValueError(f"activation: expected relu or identity with a residual, got {name}")
 
 
 def unit_without_conv(

@@ -53,7 +53,7 @@ SMALL = {
     "dense": (lambda: foreign.DenseNet(22, 6), 16, 21, 21),
     "deep": (lambda: foreign.DeepNet(29, 8), 16, 28, 28),
     "between blocks": (between_blocks, 8, 9, 9),
-    "post-activation": (post_activation, 8, 7, 3),
+    "post-activation": (post_activation, 8, 7, 5),
 }
 
 

@@ -229,9 +229,16 @@ def has_another_activation(self, x):
     return self.conv1(F.selu(self.bn1(x)))
 
 
-@runs(r"^; no activation follows \(add\)$", "BN-ReLU-Conv")
+@runs(r"^; read by mul \(test_forwards.py:\d+\)$", "BN-ReLU-Conv")
 def has_no_activation(self, x):
-    return self.second(self.bn1(x) + x)
+    return self.second(self.bn1(x) * x)
+
+
+@runs(
+    "^BN-Add; a residual is added$", "^; another operation runs fused with the sum of its result$"
+)
+def adds_two_norms(self, x):
+    return self.bn1(x) + self.bn2(x * 2)
 
 
 @runs(r"^BN-ReLU; no convolution follows \(avg_pool2d\)$", "BN-ReLU-Conv")

@@ -71,7 +71,7 @@ def assert_sites_are_found(name, model, x):
     assert [s.name for s in report] == names
     assert (len(report), len(report.fused)) == (count, fused)
     for site in report:
-        assert bool(site.reason) == (site.into in ("", "BN-ReLU")), site
+        assert bool(site.reason) == (site.into in ("", "BN-ReLU", "BN-Add-ReLU")), site
         assert site.name in str(report)
 
 
