@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -39,6 +39,11 @@ class StageOption:
     saved_bytes: int
     extra_bytes: int
 
+    @property
+    def cost(self) -> tuple[int, int]:
+        """What to compare: first bytes moved, then bytes saved."""
+        return self.extra_bytes, self.saved_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
@@ -71,7 +76,9 @@ class MemoryPlan:
         extra_bytes: bytes moved in a step, in addition to mode "store".
         stages: the stages, in order.
         network: of a converted model, the modes other than "store" for the whole network.
-        chosen: the chosen one of `network`; None: "store" outside the stages.
+        chosen: one of `network`, or a mode of the first of its modules; None: "store" outside the
+            stages.
+        modules: the converted modules and their modes, in order, if `chosen`.
     """
 
     budget: int
@@ -81,6 +88,7 @@ class MemoryPlan:
     stages: tuple[StagePlan, ...]
     network: tuple[StageOption, ...] = ()
     chosen: StageOption | None = None
+    modules: tuple[tuple[str, str], ...] = ()
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Sets the memory modes of the stages, and of a converted model.
@@ -98,13 +106,16 @@ class MemoryPlan:
         expected = {p.name: p.blocks for p in self.stages if not p.is_converted}
         norms = {n: m for n, m in model.named_modules() if is_norm(m)}
         converted = [p.name for p in self.stages if p.is_converted]
-        if found != expected or not norms.keys() >= set(converted):
+        modules = _converted_modules(model)
+        has_modules = not self.modules or [*modules] == [n for n, _ in self.modules]
+        if found != expected or not norms.keys() >= set(converted) or not has_modules:
             wanted = ", ".join(f"{p.name!r} of {p.blocks} blocks" for p in self.stages)
             has = ", ".join(f"{n!r} of {count} blocks" for n, count in found.items())
             raise ValueError(f"model: expected the stages {wanted}, got {has or 'none'}")
-        for module in model.modules() if self.network else ():
-            if (conversion := user_modules.conversion_of(module)) is not None:
-                conversion.memory = "store" if self.chosen is None else self.chosen.memory
+        if self.network:
+            modes = dict(self.modules)
+            for name, module in modules.items():
+                user_modules.set_module_memory(module, modes.get(name, "store"))
         for stage in self.stages:
             memory = stage.chosen.memory
             if stage.is_converted:
@@ -134,6 +145,12 @@ class MemoryPlan:
                 for o in self.network
             )
             lines.append(f"{'whole network':{width}} {'':>19}{cells}")
+        if self.chosen is not None and self.chosen not in self.network:
+            count = [m for _, m in self.modules].count(self.chosen.memory)
+            title = f"first {count} of {len(self.modules)} modules"
+            skipped = 13 * MEMORY_MODES.index(self.chosen.memory)
+            size = f"{self.chosen.saved_bytes / _MIB:>12,.1f}*"
+            lines.append(f"{title:{width + 7 + skipped}}{size}")
         lines.append(
             f"* chosen: {self.predicted_bytes / _MIB:,.1f} of {self.budget / _MIB:,.1f} MiB, "
             f"{self.extra_bytes / _MIB:,.1f} MiB more to move in a step than with 'store'"
@@ -153,8 +170,10 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     The cost of a mode is the memory traffic that it adds to `"store"`: `"rebuild"` reads y and z
     and writes x for each block input that it rebuilds; `"checkpoint"` also runs the forward again.
     All combinations of modes are compared. For a converted model without `PreActStage`s, so are
-    `"rebuild"` and `"checkpoint"` for the whole network, with the work of all operations that the
-    backward runs again: bytes moved, and products at 8 (CPU) or 100 (GPU) operations a byte.
+    `"rebuild"` in the fewest first modules that fit (the order is that of `model.named_modules()`),
+    and where that does not fit, `"checkpoint"` in the fewest first modules and `"rebuild"` in the
+    others. Their cost is the work of all operations that the backward runs again: bytes moved, and
+    products at 8 (CPU) or 100 (GPU) operations a byte.
 
     Args:
         model: a model with at least one stage, or a converted model.
@@ -179,27 +198,30 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     if not is_converted and not has_stage:
         raise ValueError("model: expected at least one PreActStage, or a converted model, got none")
     other_bytes, stages = _options(model, x)
-    network = () if has_stage else _network_options(model, x, stages)
-    chosen = _cheapest([s.options for s in stages], budget - other_bytes)
-    fitting = [o for o in network if o.saved_bytes <= budget]
-    whole = min(fitting, key=lambda o: (o.extra_bytes, o.saved_bytes), default=None)
-    if chosen is None and whole is None:
+    network = None if has_stage else _Network(model, x, stages)
+    whole = () if network is None else network.whole
+    combination = _cheapest([s.options for s in stages], budget - other_bytes)
+    chosen = None if network is None else network.cheapest(budget)
+    if combination is not None:
+        predicted = other_bytes + sum(o.saved_bytes for o in combination)
+        extra = sum(o.extra_bytes for o in combination)
+        is_cheaper = chosen is None or (extra, predicted) <= chosen.option.cost
+        chosen = None if is_cheaper else chosen
+    elif chosen is None:
         least = other_bytes + sum(min(o.saved_bytes for o in s.options) for s in stages)
-        least = min([least, *(o.saved_bytes for o in network)])
+        least = min([least, *(o.saved_bytes for o in whole)])
         raise ValueError(f"budget: expected at least {least} bytes, got {budget}")
+    modules: tuple = ()
+    option = None
     if chosen is not None:
-        predicted = other_bytes + sum(o.saved_bytes for o in chosen)
-        extra = sum(o.extra_bytes for o in chosen)
-        if whole is not None and (extra, predicted) <= (whole.extra_bytes, whole.saved_bytes):
-            whole = None
-    if whole is not None:
-        predicted, extra = whole.saved_bytes, whole.extra_bytes
-        chosen = tuple(o for s in stages for o in s.options if o.memory == whole.memory)
+        option, modules = chosen.option, tuple(chosen.modes.items())
+        predicted, extra, combination = option.saved_bytes, option.extra_bytes, chosen.stages
     stages = [
         dataclasses.replace(stage, chosen=choice)
-        for stage, choice in zip(stages, cast(tuple, chosen), strict=True)
+        for stage, choice in zip(stages, cast(tuple, combination), strict=True)
     ]
-    return MemoryPlan(budget, predicted, other_bytes, extra, tuple(stages), network, whole)
+    rest = tuple(stages), whole, option, modules
+    return MemoryPlan(budget, predicted, other_bytes, extra, *rest)
 
 
 def _cheapest(
@@ -339,30 +361,90 @@ def _options(model: nn.Module, x: Tensor) -> tuple[int, list[StagePlan]]:
     return other_bytes, plans
 
 
-def _network_options(
-    model: nn.Module, x: Tensor, stages: Sequence[StagePlan]
-) -> tuple[StageOption, ...]:
-    """The options "rebuild" and "checkpoint" for a whole converted network, from fake runs.
+class _NetworkChoice(NamedTuple):
+    """Modes of the modules of a converted network, and of its stages."""
 
-    The extra bytes count the work of what the backward computes again, and that of the stages.
+    option: StageOption
+    modes: dict[str, str]
+    stages: tuple[StageOption, ...]
+
+
+class _Network:
+    """The modes of the modules of a converted network.
+
+    Step k has "rebuild" in the first k modules; after the last one, "checkpoint" in the first ones.
     """
-    options = []
-    for memory in MEMORY_MODES[1:]:
+
+    def __init__(self, model: nn.Module, x: Tensor, stages: Sequence[StagePlan]) -> None:
+        self._model, self._x, self._stages = model, x, stages
+        self._names = [*_converted_modules(model)]
+        self._known: dict[int, _NetworkChoice] = {}
+
+    @property
+    def whole(self) -> tuple[StageOption, StageOption]:
+        """The options "rebuild" and "checkpoint" for all modules."""
+        count = len(self._names)
+        return self._choice(count).option, self._choice(2 * count).option
+
+    def cheapest(self, budget: int) -> _NetworkChoice | None:
+        """The first step after step 0 that fits in a budget, found by bisection."""
+        count = len(self._names)
+        rebuild, checkpoint = (option.saved_bytes for option in self.whole)
+        if min(rebuild, checkpoint) > budget:
+            return None
+        low, high = (0, count) if rebuild <= budget else (count, 2 * count)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._choice(middle).option.saved_bytes <= budget:
+                high = middle
+            else:
+                low = middle
+        return self._choice(high)
+
+    def _choice(self, step: int) -> _NetworkChoice:
+        if step not in self._known:
+            self._known[step] = self._run(step)
+        return self._known[step]
+
+    def _run(self, step: int) -> _NetworkChoice:
+        """Counts what a step saves, and the work of what its backward computes again."""
+        count = len(self._names)
+        modes = {
+            n: MEMORY_MODES[(i < step) + (i < step - count)] for i, n in enumerate(self._names)
+        }
+        of_stages = [_mode_of(stage.name, modes) for stage in self._stages]
         work: list[float] = []
         with FakeTensorMode():
-            network = _copy_of_shapes(model, x.device if x.is_meta else None)
-            for module in network.modules():
-                if (conversion := user_modules.conversion_of(module)) is not None:
-                    conversion.memory, conversion.extra_types = memory, (FakeTensor,)
-                    conversion.note_work = work.append
-                if is_norm(module):
-                    user_modules.set_memory(module, memory)
-            saved, _ = saved_storages(network, _shape_of(x).requires_grad_(x.requires_grad))
-        extra = round(sum(work)) + sum(
-            o.extra_bytes for s in stages for o in s.options if o.memory == memory
+            network = _copy_of_shapes(self._model, self._x.device if self._x.is_meta else None)
+            for name, module in _converted_modules(network).items():
+                user_modules.set_module_memory(module, modes[name])
+                conversion = cast(user_modules.Conversion, user_modules.conversion_of(module))
+                conversion.extra_types, conversion.note_work = (FakeTensor,), work.append
+            for stage, memory in zip(self._stages, of_stages, strict=True):
+                user_modules.set_memory(network.get_submodule(stage.name), memory)
+            x = _shape_of(self._x).requires_grad_(self._x.requires_grad)
+            saved, _ = saved_storages(network, x)
+        chosen = tuple(
+            next(o for o in stage.options if o.memory == memory)
+            for stage, memory in zip(self._stages, of_stages, strict=True)
         )
-        options.append(StageOption(memory, sum(size for size, _ in saved.values()), extra))
-    return tuple(options)
+        extra = round(sum(work)) + sum(o.extra_bytes for o in chosen)
+        memory = MEMORY_MODES[1 + (step > count)]
+        option = StageOption(memory, sum(size for size, _ in saved.values()), extra)
+        return _NetworkChoice(option, modes, chosen)
+
+
+def _converted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The converted modules by name; a module comes before its children."""
+    return {n: m for n, m in model.named_modules() if user_modules.is_converted(m)}
+
+
+def _mode_of(norm: str, modes: Mapping[str, str]) -> str:
+    """The mode of the innermost module that contains a norm."""
+    name = norm
+    while name and name not in modes:
+        name = name.rpartition(".")[0]
+    return modes.get(name, "store")
 
 
 def _block_bytes(

@@ -218,6 +218,11 @@ class Recomputation:
         self._passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no recipe can read a tensor of the program."""
+        return not self._known and not self._fresh
+
     def saving(self) -> contextlib.AbstractContextManager:
         """Context for an operation; call `settle` after it."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)

@@ -383,7 +383,8 @@ class Region(TorchFunctionMode):
     def _run(self, func: Callable, given: tuple, args: tuple, kwargs: dict) -> Any:
         """Calls a function; the backward may compute again what it saves, and its result."""
         policy = POLICIES.get(self.memory)
-        if policy is None or not torch_compat.has_saved_tensor_hooks():
+        is_unseen = policy is None and self.recomputation.is_empty  # by modules of other modes
+        if is_unseen or not torch_compat.has_saved_tensor_hooks():
             return called(func, given, args, kwargs)
         is_function, is_exposed = torch_compat.is_function_apply(func), exposes(func)
         is_written = is_function or is_exposed or is_write(func, args, kwargs)
@@ -391,7 +392,7 @@ class Region(TorchFunctionMode):
             with disable_torch_function():
                 self.recomputation.before_write(tensors((args, kwargs)), is_exposed)
         is_opaque = func in _BACKWARD or is_function
-        if is_opaque or not self.saves_values() or not self.is_recording():
+        if policy is None or is_opaque or not self.saves_values() or not self.is_recording():
             return called(func, given, args, kwargs)
         # Otherwise a class may change results; a checkpoint may recompute with plain tensors.
         is_plain = torch_compat.is_torch_function_enabled()

@@ -14,6 +14,7 @@ Attributes are written to `module.__dict__`, since classes may override `__setat
 pickles of a module contain the first four.
 """
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -29,7 +30,7 @@ _KEY: Any = "preact_kernels"  # a name, since PyTorch's numbers may collide afte
 
 
 class Conversion:
-    """Arguments of `Region` shared by all modules of a converted model."""
+    """Arguments of `Region`, shared by the modules of a converted model with one memory mode."""
 
     def __init__(self, memory: str = "store", activations: NamedActivations | None = None) -> None:
         self.memory = memory
@@ -88,6 +89,14 @@ def give_back(module: nn.Module, reason: str) -> None:
 def why_given_back(module: nn.Module) -> str | None:
     """Returns the reason of `give_back`; None: the module may run fused."""
     return module.__dict__.get(_GIVEN_BACK)
+
+
+def set_module_memory(module: nn.Module, memory: str) -> None:
+    """Sets the memory mode of a converted module, without its converted children."""
+    conversion = module.__dict__[_CONVERSION]
+    if conversion.memory != memory:
+        module.__dict__[_CONVERSION] = own = copy.copy(conversion)
+        own.memory = memory
 
 
 def set_memory(norm: nn.Module, memory: str) -> None:

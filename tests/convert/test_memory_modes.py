@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
-from preact_kernels.conversion import recomputation
+from preact_kernels.conversion import recomputation, user_modules
 from tests.convert import random_model_parts
 from tests.convert.trial import Subject, assert_alike
 
@@ -232,6 +232,40 @@ def test_functions_of_an_activation(name):
         for memory_format in FORMATS:
             make_input = partial(images, memory_format=memory_format)
             assert_alike(Subject(partial(Net, forward), make_input=make_input, MEMORY=memory))
+
+
+class Changes(nn.Module):
+    """Changes an image that plain PyTorch does not save."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(C), nn.Conv2d(C, C, 1)
+
+    def forward(self, x, piece):
+        y = self.conv(F.relu(self.norm(x)))
+        with torch.no_grad():
+            piece.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("memory", MODES)
+def test_modules_of_other_modes_change_images(memory):
+    class Mixed(Net):
+        def __init__(self):
+            super().__init__(forward)
+            self.changes = Changes()
+
+    def forward(net, x):
+        a = net.act(0, x)
+        piece = a.cumsum(2)  # runs once
+        z = net.narrow[0](torch.cat([piece, a, a, a], 1))
+        return net.changes(z, piece)
+
+    def after(net):
+        if user_modules.is_converted(net):
+            user_modules.set_module_memory(net.changes, "store")
+
+    assert_alike(Subject(Mixed, after=after, make_input=images, MEMORY=memory))
 
 
 class Alive(TorchDispatchMode):

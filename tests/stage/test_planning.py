@@ -1,5 +1,6 @@
 """Plans predict to the byte, and choose the cheapest combination that fits."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -8,6 +9,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels import planning
@@ -287,9 +289,53 @@ def test_a_converted_network_without_stages_is_planned():
         assert pk.saved_bytes(model, x) == plan.predicted_bytes == kept[memory]
         found.append(plan.extra_bytes)
     assert 0 == found[0] < found[1] < found[2]
-    assert str(plan).splitlines()[-2].startswith("whole network")
+    assert "\nwhole network" in str(plan)
     with pytest.raises(ValueError, match=rf"at least {kept['checkpoint']} bytes"):
         pk.plan_memory(model, x, kept["checkpoint"] - 1)
+
+
+class PostActBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = post_activation()[1]
+        self.bn = nn.BatchNorm2d(8)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return F.relu(self.bn(self.conv(self.part(x))) + x)
+
+
+def test_budgets_between_the_modes_choose_modules():
+    torch.manual_seed(0)
+    stem, blocks = nn.Conv2d(3, 8, 1), [PostActBlock() for _ in range(5)]
+    plain, x = nn.Sequential(stem, *blocks, nn.Conv2d(8, 8, 1)), images()
+    model = pk.convert(copy.deepcopy(plain))
+    kept = {m: pk.saved_bytes(pk.convert(copy.deepcopy(plain), memory=m), x) for m in MEMORY_MODES}
+    expected = gradients_of(plain, x)
+    seen, costs = set(), []
+    for share in range(10, -1, -1):
+        upper, lower = kept["store"], kept["checkpoint"]
+        plan = pk.plan_memory(model, x, lower + share * (upper - lower) // 10)
+        assert plan.apply(model) is model
+        assert pk.saved_bytes(model, x) == plan.predicted_bytes <= plan.budget
+        assert pk.plan_memory(model, x, plan.budget) == plan  # modes do not change a plan
+        costs.append(plan.extra_bytes)
+        modes = tuple(mode for _, mode in plan.modules)
+        seen.add(modes)
+        for found, wanted in zip(gradients_of(model, x), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        if len(set(modes)) > 1:
+            count = modes.count(plan.chosen.memory)
+            assert f"first {count} of {len(modes)} modules" in str(plan)
+    assert costs == sorted(costs) and len(seen) > 6
+    with pytest.raises(ValueError, match="model: expected"):
+        plan.apply(pk.convert(post_activation()))
+
+
+def gradients_of(model, x):
+    model = copy.deepcopy(model)
+    model(x).square().mean().backward()
+    return [p.grad for p in model.parameters()]
 
 
 def test_a_plan_for_another_model_is_refused_before_any_change():
