@@ -355,7 +355,9 @@ class Recomputation:
             for v in value.unsaved:
                 if not v.is_kept:
                     if self._hooks is not None:  # they may not copy it
+                        version = v.version
                         v.copy(cast(Tensor, v.tensor))
+                        v.version = version  # of the tensor that the program has
                     v.keep(self._hooks)
                     self._extra.add(v)
             value.tensor, value.is_dropped, value.unsaved = None, True, ()
