@@ -48,31 +48,8 @@ void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
   activate(norm.activation, y, pixels * channels);
 }
 
-// y = act(p + residual), with p and the sum rounded to T. The activation is ReLU or the identity.
-template <class T>
-void tile_norm_add_act(const T* x, const T* residual, T* y, int64_t pixels, int64_t channels,
-                       const NormRow<Accumulate<T>>& norm) {
-  using A = Accumulate<T>;
-  with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
-    for_tile_vectors<A>(pixels, channels,
-                        [&](auto vectors, int64_t c, auto lanes, int64_t first, int64_t count,
-                            int64_t step) PK_LAMBDA {
-                          constexpr int kVectors = decltype(vectors)::value;
-                          const NormVectors<A, kVectors> n(norm, c, lanes, true);
-                          for (int64_t p = 0; p < count; ++p) {
-                            for (int v = 0; v < kVectors; ++v) {
-                              const int64_t at = first + p * step + v * kLanes<A>;
-                              const Vector<A> d = load(x + at, lanes) - n.mean[v];
-                              const Vector<A> rounded = as_stored(x, d * n.scale[v] + n.bias[v]);
-                              const Vector<A> sum = rounded + load(residual + at, lanes);
-                              store(y + at, decltype(is_relu)::value ? relu(sum) : sum, lanes);
-                            }
-                          }
-                        });
-  });
-}
-
-// The most channels of a block.
+// The most channels of a block. Kernels with a residual or y visit all channels of a block before
+// the next pixel: with so many tensors, groups of pixels are slower.
 constexpr int64_t kBlockChannels = 1024;
 
 // Calls body(first channel, channels) for every block.
@@ -99,6 +76,31 @@ struct BlockTable {
     for (int64_t c = channels; c < in_whole_vectors<A>(channels); ++c) values[c] = 0;
   }
 };
+
+// y = act(p + residual), with p and the sum rounded to T. The activation is ReLU or the identity.
+template <class T>
+void tile_norm_add_act(const T* x, const T* residual, T* y, int64_t pixels, int64_t channels,
+                       const NormRow<Accumulate<T>>& norm) {
+  using A = Accumulate<T>;
+  for_channel_blocks(channels, [&](int64_t block, int64_t width) PK_LAMBDA {
+    const BlockTable<A> mean(norm.mean + block, width), scale(norm.scale + block, width),
+        bias(norm.bias + block, width);
+    with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
+      for (int64_t p = 0; p < pixels; ++p) {
+        for_channel_vectors<A>(width, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
+          for (int v = 0; v < decltype(vectors)::value; ++v) {
+            const int64_t c = first + v * kLanes<A>, at = p * channels + block + c;
+            const Vector<A> d = load(x + at, lanes) - load(mean.values + c);
+            const Vector<A> rounded =
+                as_stored(x, d * load(scale.values + c) + load(bias.values + c));
+            const Vector<A> sum = rounded + load(residual + at, lanes);
+            store(y + at, decltype(is_relu)::value ? relu(sum) : sum, lanes);
+          }
+        });
+      }
+    });
+  });
+}
 
 // The most pixels of a sum in vectors.
 constexpr int64_t kShortSum = 16;
