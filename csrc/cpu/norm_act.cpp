@@ -89,7 +89,7 @@ void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient
     });
   };
   for_dtype(step.x.scalar_type(), [&](auto value) {
-    if (activated) {
+    if (activated && step.norm.activation.kind != ActivationKind::kIdentity) {
       launch_as(std::true_type{}, std::false_type{}, value);
     } else if (step.skip.has_value()) {
       launch_as(std::false_type{}, std::true_type{}, value);

@@ -99,8 +99,10 @@ OPS = {
     "norm_act_forward with residual, identity": lambda k, given: k.norm_act_forward(
         given.x, given.norm_with("identity"), given.residual
     ),
-    "norm_act_backward": lambda k, given: k.norm_act_backward(*given[:3], True),
-    "norm_act_backward without g": lambda k, given: k.norm_act_backward(*given[:3], False),
+    "norm_act_backward": lambda k, given: k.norm_act_backward(given.dy, given.x, given.norm, True),
+    "norm_act_backward without g": lambda k, given: k.norm_act_backward(
+        given.dy, given.x, given.norm, False
+    ),
     "norm_act_backward from y": lambda k, given: k.norm_act_backward(
         given.dy, given.x, given.norm_with("relu"), True, given.y
     ),

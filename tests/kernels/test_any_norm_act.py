@@ -130,6 +130,7 @@ CASES = (
     (torch.float16, (3, 7, 5, 3), 0, "", "tanh"),
     (torch.float32, (2, 24, 17, 9), 0, "", "relu6"),
     (torch.float32, (2, 24, 5, 3), 0, "weight", "identity"),
+    (torch.float32, (1, 1041, 9, 8), 0, "", "relu"),
 )
 
 

@@ -26,7 +26,7 @@ CASES = (
     ((2, 17, 29, 19), 0, False),
     ((2, 48, 7, 6), 0, True),
     ((2, 16, 3, 5), 1, False),
-    ((2, 529, 2, 3), 0, False),
+    ((2, 1041, 2, 3), 0, False),
     ((5, 24, 1, 1), 0, True),
 )
 every_case = pytest.mark.parametrize(("shape", "offset", "has_rows"), CASES, ids=str)

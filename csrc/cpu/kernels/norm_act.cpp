@@ -4,22 +4,9 @@
 
 #include "../kernels.h"
 #include "normalise.h"
+#include "tile_vectors.h"
 
 PK_BEGIN_ISA
-
-// y = act(p).
-template <class T>
-void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
-                   const NormRow<Accumulate<T>>& norm) {
-  constexpr int64_t kPartValues = 2048, kLeastPixels = 8;  // p stays in the first-level cache
-  const int64_t part = norm.activation.kind == ActivationKind::kRelu
-                           ? pixels
-                           : std::max(kPartValues / channels, kLeastPixels);
-  for (int64_t first = 0; first < pixels; first += part) {
-    const int64_t at = first * channels, count = std::min(part, pixels - first);
-    normalise(x + at, y + at, channels, count, channels, norm);
-  }
-}
 
 // Calls body(kRelu) with a constant.
 template <class Body>
@@ -31,9 +18,39 @@ PK_INLINE void with_relu(const Activation& activation, const Body& body) {
   }
 }
 
-// The most channels of a block. Kernels that read several images visit all channels of a block
-// before the next pixel: that is the order of memory, which processors prefetch.
-constexpr int64_t kBlockChannels = 512;
+// y = act(p).
+template <class T>
+void tile_norm_act(const T* x, T* y, int64_t pixels, int64_t channels,
+                   const NormRow<Accumulate<T>>& norm) {
+  using A = Accumulate<T>;
+  with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
+    for_tile_vectors<A>(pixels, channels,
+                        [&](auto vectors, int64_t c, auto lanes, int64_t first, int64_t count,
+                            int64_t step) PK_LAMBDA {
+                          constexpr int kVectors = decltype(vectors)::value;
+                          const NormVectors<A, kVectors> n(norm, c, lanes, true);
+                          for (int64_t p = 0; p < count; ++p) {
+                            for (int v = 0; v < kVectors; ++v) {
+                              const int64_t at = first + p * step + v * kLanes<A>;
+                              const Vector<A> d = load(x + at, lanes) - n.mean[v];
+                              const Vector<A> result = d * n.scale[v] + n.bias[v];
+                              if constexpr (decltype(is_relu)::value) {
+                                store(y + at, relu(result), lanes);
+                              } else {
+                                store(y + at, result, lanes);
+                              }
+                            }
+                          }
+                        });
+  });
+  const ActivationKind kind = norm.activation.kind;
+  if (kind == ActivationKind::kRelu || kind == ActivationKind::kIdentity) return;
+  activate(norm.activation, y, pixels * channels);
+}
+
+// The most channels of a block. Kernels with a residual or y visit all channels of a block before
+// the next pixel: with so many tensors, groups of pixels are slower.
+constexpr int64_t kBlockChannels = 1024;
 
 // Calls body(first channel, channels) for every block.
 template <class Body>
@@ -96,16 +113,16 @@ struct MaskedGradient {
   static constexpr int64_t kWidth = kVectors * kLanes<A>;
   alignas(64) A values[kRelu ? 1 : kShortSum * kWidth];
 
-  // Fills the buffer for pixels of x and dy that begin at these pointers.
+  // Fills the buffer for pixels of x and dy that begin at these pointers, `step` values apart.
   template <class Lanes>
-  PK_INLINE void fill(const T* x, const T* dy, int64_t pixels, int64_t channels,
+  PK_INLINE void fill(const T* x, const T* dy, int64_t pixels, int64_t step,
                       const NormVectors<A, kVectors>& n, const Activation& activation,
                       Lanes lanes) {
     if constexpr (!kRelu) {
       alignas(64) A p_values[kShortSum * kWidth];
       for (int64_t p = 0; p < pixels; ++p) {
         for (int v = 0; v < kVectors; ++v) {
-          const int64_t at = p * channels + v * kLanes<A>, to = p * kWidth + v * kLanes<A>;
+          const int64_t at = p * step + v * kLanes<A>, to = p * kWidth + v * kLanes<A>;
           const Vector<A> d = load(x + at, lanes) - n.mean[v];
           store(p_values + to, as_stored(x, d * n.scale[v] + n.bias[v]));
           store(values + to, load(dy + at, lanes));
@@ -120,48 +137,79 @@ struct MaskedGradient {
   }
 };
 
-// g = dy * act'(p), stored if kStore, and the TileSums of g as stored: few pixels are summed in
-// vectors, these sums in float64.
+// sums = the TileSums of what body(vectors, first channel, lanes, first value, pixels, step, sum,
+// product) adds to two arrays of vectors. kShortSum pixels are summed in A, these sums in float64.
+template <class A, class Body>
+PK_INLINE void sum_tile(int64_t pixels, int64_t channels, double* sums, const Body& body) {
+  std::fill(sums, sums + 2 * channels, 0.0);
+  const int64_t grouped = grouped_channels<A>(channels);
+  for (int64_t begin = 0, end; begin < channels; begin = end) {
+    const bool is_grouped = begin < grouped;
+    end = std::min(is_grouped ? grouped : channels, begin + kBlockChannels);
+    const int64_t size = is_grouped ? kGroupPixels : kShortSum, summed = kShortSum / size;
+    const int64_t distance = is_grouped ? count_groups(pixels) : 1;
+    const int64_t count = is_grouped ? std::min(distance, pixels) : (pixels + size - 1) / size;
+    for (int64_t first = 0; first < count; first += summed) {
+      alignas(64) A short_sum[kBlockChannels], short_product[kBlockChannels];
+      for (int64_t group = first; group < std::min(first + summed, count); ++group) {
+        const int64_t pixel = is_grouped ? group : group * size;
+        const int64_t length = std::min(size, (pixels - pixel + distance - 1) / distance);
+        for_channel_vectors<A>(end - begin, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
+          constexpr int kVectors = decltype(vectors)::value;
+          Vector<A> sum[kVectors] = {}, product[kVectors] = {};
+          for (int v = 0; v < kVectors && group != first; ++v) {
+            sum[v] = load(short_sum + c + v * kLanes<A>);
+            product[v] = load(short_product + c + v * kLanes<A>);
+          }
+          const int64_t channel = begin + c;
+          body(vectors, channel, lanes, pixel * channels + channel, length, distance * channels,
+               sum, product);
+          for (int v = 0; v < kVectors; ++v) {
+            store(short_sum + c + v * kLanes<A>, sum[v]);
+            store(short_product + c + v * kLanes<A>, product[v]);
+          }
+        });
+      }
+      double *sum = sums + begin, *product = sum + channels;
+      for (int64_t c = 0; c < end - begin; ++c) {
+        sum[c] += short_sum[c];
+        product[c] += short_product[c];
+      }
+    }
+  }
+}
+
+// g = dy * act'(p), stored if kStore, and the TileSums of g as stored.
 template <class T, bool kStore>
 void tile_mask(std::bool_constant<kStore>, const T* dy, const T* x, T* g, int64_t pixels,
                int64_t channels, const NormRow<Accumulate<T>>& norm, double* sums) {
   using A = Accumulate<T>;
-  std::fill(sums, sums + 2 * channels, 0.0);
   with_relu(norm.activation, [&](auto is_relu) PK_LAMBDA {
-    for_channel_vectors<A>(channels, [&](auto vectors, int64_t c, auto lanes) PK_LAMBDA {
-      constexpr int kVectors = decltype(vectors)::value;
-      const NormVectors<A, kVectors> n(norm, c, lanes, true);
-      MaskedGradient<T, kVectors, decltype(is_relu)::value> gradient;
-      for (int64_t first = 0; first < pixels; first += kShortSum) {
-        const int64_t end = std::min(first + kShortSum, pixels);
-        gradient.fill(x + first * channels + c, dy + first * channels + c, end - first, channels, n,
-                      norm.activation, lanes);
-        Vector<A> short_sum[kVectors] = {}, short_product[kVectors] = {};
-        for (int64_t p = first; p < end; ++p) {
-          for (int v = 0; v < kVectors; ++v) {
-            const int64_t at = p * channels + c + v * kLanes<A>;
-            const Vector<A> d = load(x + at, lanes) - n.mean[v];
-            const Vector<A> masked = as_stored(
-                x, gradient.at(p - first, v, d * n.scale[v] + n.bias[v], load(dy + at, lanes)));
-            if constexpr (kStore) store(g + at, masked, lanes);
-            short_sum[v] += masked;
-            short_product[v] += masked * d;
-          }
-        }
-        for (int v = 0; v < kVectors; ++v) {
-          const int64_t at = c + v * kLanes<A>;
-          for (int i = 0; i < lanes; ++i) {
-            sums[at + i] += short_sum[v][i];
-            sums[channels + at + i] += short_product[v][i];
-          }
-        }
-      }
-    });
+    sum_tile<A>(pixels, channels, sums,
+                [&](auto vectors, int64_t c, auto lanes, int64_t first, int64_t count, int64_t step,
+                    Vector<A>* sum, Vector<A>* product) PK_LAMBDA {
+                  constexpr int kVectors = decltype(vectors)::value;
+                  const NormVectors<A, kVectors> n(norm, c, lanes, true);
+                  MaskedGradient<T, kVectors, decltype(is_relu)::value> gradient;
+                  gradient.fill(x + first, dy + first, count, step, n, norm.activation, lanes);
+                  for (int64_t p = 0; p < count; ++p) {
+                    for (int v = 0; v < kVectors; ++v) {
+                      const int64_t at = first + p * step + v * kLanes<A>;
+                      const Vector<A> d = load(x + at, lanes) - n.mean[v];
+                      const Vector<A> masked = as_stored(
+                          x, gradient.at(p, v, d * n.scale[v] + n.bias[v], load(dy + at, lanes)));
+                      if constexpr (kStore) store(g + at, masked, lanes);
+                      sum[v] += masked;
+                      product[v] += masked * d;
+                    }
+                  }
+                });
   });
 }
 
 // g = 0 where y <= 0, else dy, stored if kStore, and the TileSums of g: few pixels are summed in A,
-// these sums in float64.
+// these sums in float64. Visits all channels of a block before the next pixel: for four tensors
+// this is faster than groups of pixels.
 template <class T, bool kStore>
 void tile_mask_from_y(std::bool_constant<kStore>, const T* dy, const T* x, const T* y, T* g,
                       int64_t pixels, int64_t channels, const NormRow<Accumulate<T>>& norm,
@@ -207,37 +255,40 @@ void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>
   T* dx = tile.dx;
   const auto run = [&](auto is_relu) PK_LAMBDA {
     constexpr bool kRelu = decltype(is_relu)::value;
-    for_channel_vectors<A>(channels, [&](auto vectors, int64_t first, auto lanes) PK_LAMBDA {
-      constexpr int kVectors = decltype(vectors)::value;
-      const NormVectors<A, kVectors> n(norm, first, lanes, kMask);
-      Vector<A> a[kVectors], b[kVectors], c[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t at = first + v * kLanes<A>;
-        a[v] = load(gradient.a + at, lanes);
-        b[v] = load(gradient.b + at, lanes);
-        c[v] = load(gradient.c + at, lanes);
-      }
-      MaskedGradient<T, kVectors, kRelu> activated;
-      const int64_t part = kRelu ? pixels : kShortSum;
-      for (int64_t begin = 0; begin < pixels; begin += part) {
-        const int64_t end = std::min(begin + part, pixels), from = begin * channels + first;
-        activated.fill(x + from, g + from, end - begin, channels, n, norm.activation, lanes);
-        for (int64_t p = begin; p < end; ++p) {
-          for (int v = 0; v < kVectors; ++v) {
-            const int64_t at = p * channels + first + v * kLanes<A>;
-            const Vector<A> d = load(x + at, lanes) - n.mean[v];
-            Vector<A> masked = load(g + at, lanes);
-            if constexpr (kMask) {
-              masked = activated.at(p - begin, v, d * n.scale[v] + n.bias[v], masked);
-            }
-            Vector<A> result = a[v] * masked;
-            if (gradient.in_training) result += b[v] * d + c[v];
-            if constexpr (kHasSkip) result += load(skip + at, lanes);
-            store(dx + at, result, lanes);
-          }
-        }
-      }
-    });
+    for_tile_vectors<A>(
+        pixels, channels,
+        [&](auto vectors, int64_t channel, auto lanes, int64_t first, int64_t count, int64_t step)
+            PK_LAMBDA {
+              constexpr int kVectors = decltype(vectors)::value;
+              const NormVectors<A, kVectors> n(norm, channel, lanes, kMask);
+              Vector<A> a[kVectors], b[kVectors], c[kVectors];
+              for (int v = 0; v < kVectors; ++v) {
+                const int64_t at = channel + v * kLanes<A>;
+                a[v] = load(gradient.a + at, lanes);
+                b[v] = load(gradient.b + at, lanes);
+                c[v] = load(gradient.c + at, lanes);
+              }
+              MaskedGradient<T, kVectors, kRelu> activated;
+              const int64_t part = kRelu ? count : kShortSum;
+              for (int64_t begin = 0; begin < count; begin += part) {
+                const int64_t length = std::min(part, count - begin), from = first + begin * step;
+                activated.fill(x + from, g + from, length, step, n, norm.activation, lanes);
+                for (int64_t p = 0; p < length; ++p) {
+                  for (int v = 0; v < kVectors; ++v) {
+                    const int64_t at = from + p * step + v * kLanes<A>;
+                    const Vector<A> d = load(x + at, lanes) - n.mean[v];
+                    Vector<A> masked = load(g + at, lanes);
+                    if constexpr (kMask) {
+                      masked = activated.at(p, v, d * n.scale[v] + n.bias[v], masked);
+                    }
+                    Vector<A> result = a[v] * masked;
+                    if (gradient.in_training) result += b[v] * d + c[v];
+                    if constexpr (kHasSkip) result += load(skip + at, lanes);
+                    store(dx + at, result, lanes);
+                  }
+                }
+              }
+            });
   };
   if constexpr (kMask) {
     with_relu(norm.activation, run);
