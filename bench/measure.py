@@ -381,9 +381,10 @@ def map_large_allocations() -> None:
 
     Then the resident size follows what is in use: there are no unused holes between tensors.
     """
-    m_mmap_threshold, m_mmap_max = -3, -4  # of malloc.h
-    _LIBC.mallopt(m_mmap_threshold, 2**16)
-    _LIBC.mallopt(m_mmap_max, 2**30)
+    threshold, count = -3, -4  # M_MMAP_THRESHOLD, M_MMAP_MAX in malloc.h
+    if hasattr(_LIBC, "mallopt"):
+        _LIBC.mallopt(threshold, 2**16)
+        _LIBC.mallopt(count, 2**30)
 
 
 def allocated_bytes(call: Callable[[], object], device: torch.device) -> int:

@@ -41,7 +41,7 @@ class StageOption:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """What to compare: first bytes moved, then bytes saved."""
+        """Sort key: bytes moved, then bytes saved."""
         return self.extra_bytes, self.saved_bytes
 
 
@@ -170,9 +170,9 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     The cost of a mode is the memory traffic that it adds to `"store"`: `"rebuild"` reads y and z
     and writes x for each block input that it rebuilds; `"checkpoint"` also runs the forward again.
     All combinations of modes are compared. For a converted model without `PreActStage`s, so are
-    `"rebuild"` in the fewest first modules that fit (the order is that of `model.named_modules()`),
-    and where that does not fit, `"checkpoint"` in the fewest first modules and `"rebuild"` in the
-    others. Their cost is the work of all operations that the backward runs again: bytes moved, and
+    modes of its modules, in the order of `model.named_modules()`: `"rebuild"` in the first ones, or
+    `"checkpoint"` in the first ones and `"rebuild"` in the others; bisection finds how many first
+    ones. Their cost is the work of all operations that the backward runs again: bytes moved, and
     products at 8 (CPU) or 100 (GPU) operations a byte.
 
     Args:
@@ -201,15 +201,19 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     network = None if has_stage else _Network(model, x, stages)
     whole = () if network is None else network.whole
     combination = _cheapest([s.options for s in stages], budget - other_bytes)
-    chosen = None if network is None else network.cheapest(budget)
+    chosen: _NetworkChoice | None = None
+    predicted = extra = 0
     if combination is not None:
         predicted = other_bytes + sum(o.saved_bytes for o in combination)
         extra = sum(o.extra_bytes for o in combination)
-        is_cheaper = chosen is None or (extra, predicted) <= chosen.option.cost
-        chosen = None if is_cheaper else chosen
-    elif chosen is None:
+    if network is not None and (combination is None or extra > 0):
+        chosen = network.cheapest(budget)
+        if combination is not None and chosen is not None:
+            stages_are_cheaper = (extra, predicted) <= chosen.option.cost
+            chosen = None if stages_are_cheaper else chosen
+    if combination is None and chosen is None:
         least = other_bytes + sum(min(o.saved_bytes for o in s.options) for s in stages)
-        least = min([least, *(o.saved_bytes for o in whole)])
+        least = least if network is None else min(least, network.least_bytes())
         raise ValueError(f"budget: expected at least {least} bytes, got {budget}")
     modules: tuple = ()
     option = None
@@ -220,8 +224,16 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
         dataclasses.replace(stage, chosen=choice)
         for stage, choice in zip(stages, cast(tuple, combination), strict=True)
     ]
-    rest = tuple(stages), whole, option, modules
-    return MemoryPlan(budget, predicted, other_bytes, extra, *rest)
+    return MemoryPlan(
+        budget=budget,
+        predicted_bytes=predicted,
+        other_bytes=other_bytes,
+        extra_bytes=extra,
+        stages=tuple(stages),
+        network=whole,
+        chosen=option,
+        modules=modules,
+    )
 
 
 def _cheapest(
@@ -370,9 +382,10 @@ class _NetworkChoice(NamedTuple):
 
 
 class _Network:
-    """The modes of the modules of a converted network.
+    """The modes of the modules of a converted network, in steps.
 
-    Step k has "rebuild" in the first k modules; after the last one, "checkpoint" in the first ones.
+    Of n modules, step k <= n has "rebuild" in the first k, and step n + k also "checkpoint" in the
+    first k.
     """
 
     def __init__(self, model: nn.Module, x: Tensor, stages: Sequence[StagePlan]) -> None:
@@ -387,11 +400,15 @@ class _Network:
         return self._choice(count).option, self._choice(2 * count).option
 
     def cheapest(self, budget: int) -> _NetworkChoice | None:
-        """The first step after step 0 that fits in a budget, found by bisection."""
+        """A step after step 0 that fits in a budget: by bisection, the one before it does not.
+
+        Where neither all modules in "rebuild" nor all in "checkpoint" fit, the first that fits.
+        """
         count = len(self._names)
         rebuild, checkpoint = (option.saved_bytes for option in self.whole)
-        if min(rebuild, checkpoint) > budget:
-            return None
+        if min(rebuild, checkpoint) > budget:  # a mixture may keep less than both
+            steps = map(self._choice, range(1, 2 * count))
+            return next((c for c in steps if c.option.saved_bytes <= budget), None)
         low, high = (0, count) if rebuild <= budget else (count, 2 * count)
         while high - low > 1:
             middle = (low + high) // 2
@@ -400,6 +417,11 @@ class _Network:
             else:
                 low = middle
         return self._choice(high)
+
+    def least_bytes(self) -> int:
+        """The fewest bytes of a step."""
+        count = len(self._names)
+        return min(self._choice(step).option.saved_bytes for step in range(1, 2 * count + 1))
 
     def _choice(self, step: int) -> _NetworkChoice:
         if step not in self._known:

@@ -34,6 +34,7 @@ from preact_kernels.conversion.recomputation import Recomputation
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
 from preact_kernels.norms import GroupNorm, InstanceNorm, NormArguments
+from preact_kernels.ops import dispatch
 from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.node import KnownStatistics, run_unit
@@ -55,9 +56,29 @@ def execute(region: Recording, nodes: Sequence[Node], reader: object) -> None:
     for node in nodes:
         node.check_inputs()
     matches, refused = Matcher(nodes).match()
+    if not _runs_in_nhwc(matches):
+        matches = _without_slow_sums(matches, refused)
     steps = _steps(nodes, matches)
     _note(region, matches, refused, reader)
     _Execution(region, nodes, steps).run()
+
+
+def _runs_in_nhwc(matches: Sequence[Match]) -> bool:
+    """Whether to run in NHWC. Sums alone run in the format of their inputs."""
+    return any(not m.is_sum for m in matches)
+
+
+def _without_slow_sums(matches: Sequence[Match], refused: dict[Node, str]) -> list[Match]:
+    """Leaves sums in NCHW plain if the backend would convert and save copies of their inputs."""
+    found = []
+    for m in matches:
+        norm = m.nodes[0]
+        like = torch.empty(1, dtype=norm.dtype, device=norm.context.device)
+        if m.end.channels_last or dispatch.kernels_for(like).serves_planes:
+            found.append(m)
+        else:
+            refused[norm] = "the backend has no kernels for sums in NCHW"
+    return found
 
 
 def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match]:
@@ -110,7 +131,7 @@ class _Execution:
         self._converted: dict[Node | Tensor, Tensor] = {}  # NHWC copies of inputs
         self._reads = Counter(i for s in steps for i in s.inputs)
         self._saves_output = False  # whether the last step may have saved its result
-        self._in_nhwc = any(s.name for s in steps)
+        self._in_nhwc = _runs_in_nhwc([s for s in steps if s.name])
         self._saved = {s.inputs[0] for s in steps if s.name}  # inputs that fused operations save
         # The backward of a custom autograd function may compute nodes again, from values that
         # PyTorch's operators would save.
@@ -195,10 +216,11 @@ class _Execution:
         if not step.blocks:
             x, *residual = inputs
             given, known = step.units[0].arguments(x), None
+            in_nhwc = self._in_nhwc or step.end.channels_last
             if repeated is not None:
                 repeated.given = _kept_arguments(given, self._region.recomputation)
-                known = repeated.known
-            return run_unit(x, given, *residual, channels_last=True, known=known)
+                repeated.in_nhwc, known = in_nhwc, repeated.known
+            return run_unit(x, given, *residual, channels_last=in_nhwc, known=known)
         first = step.nodes[0]
         module = _module(first)
         if self._region.run_stage is not None:
@@ -298,17 +320,19 @@ class _Repeated:
 
     Attributes:
         given: the arguments of the unit; None for other steps.
+        in_nhwc: memory format of its result.
         known: the statistics of its input.
     """
 
     given: UnitArguments | None = None
+    in_nhwc = True
 
     def __init__(self) -> None:
         self.known = KnownStatistics()
 
     def __call__(self, x: Tensor, *residual: Tensor) -> Tensor:
         given = cast(UnitArguments, self.given)
-        return run_unit(x, given, *residual, channels_last=True, known=self.known)
+        return run_unit(x, given, *residual, channels_last=self.in_nhwc, known=self.known)
 
     @property
     def tensors(self) -> list[Tensor]:

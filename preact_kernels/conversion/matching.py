@@ -201,6 +201,11 @@ class Match(NamedTuple):
     reason: str = ""
 
     @property
+    def is_sum(self) -> bool:
+        """Whether this is a norm, the addition of a residual, and perhaps an activation."""
+        return bool(self.units) and self.units[0].add is not None
+
+    @property
     def has_conv(self) -> bool:
         """Whether a convolution runs fused."""
         return bool(self.units) and self.units[0].conv is not None
@@ -328,11 +333,7 @@ class Matcher:
     @staticmethod
     def _is_sum(node: Node) -> bool:
         """Whether a node adds two tensors of its dtype."""
-        return (
-            node.operation is ADD
-            and node.inputs[0] is not node.inputs[1]
-            and all(i.dtype == node.dtype for i in node.inputs)
-        )
+        return node.operation is ADD and all(i.dtype == node.dtype for i in node.inputs)
 
     def _leads_to_conv(self, node: Node) -> bool:
         """Whether a node is a convolution, or leads to one through padding and dropout."""

@@ -17,8 +17,8 @@ class Policy(NamedTuple):
     Attributes:
         work: most work to compute a value again.
         widening: the same, for convolutions that write at least twice the bytes that they read.
-        span: most bytes that a backward holds to compute a value again, in sizes of the largest
-            value so far.
+        span: most bytes that a backward holds to compute a value again, as a multiple of the bytes
+            of the largest value saved so far.
         repeats_depthwise: whether depthwise convolutions run again, which take long for their work.
     """
 
@@ -66,7 +66,7 @@ class Product(NamedTuple):
 _ANY = float("inf")
 POLICIES: dict[str, Policy] = {
     "rebuild": Policy(work=30.0, widening=40.0, span=4.0, repeats_depthwise=False),
-    "checkpoint": Policy(work=_ANY, widening=_ANY, span=6.0, repeats_depthwise=True),
+    "checkpoint": Policy(work=_ANY, widening=_ANY, span=8.0, repeats_depthwise=True),
 }
 
 

@@ -357,7 +357,9 @@ class Recomputation:
                     if self._hooks is not None:  # they may not copy it
                         version = v.version
                         v.copy(cast(Tensor, v.tensor))
-                        v.version = version  # of the tensor that the program has
+                        v.version = (
+                            version  # that of the program's tensor, so that `_find` finds it
+                        )
                     v.keep(self._hooks)
                     self._extra.add(v)
             value.tensor, value.is_dropped, value.unsaved = None, True, ()

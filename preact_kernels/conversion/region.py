@@ -383,8 +383,9 @@ class Region(TorchFunctionMode):
     def _run(self, func: Callable, given: tuple, args: tuple, kwargs: dict) -> Any:
         """Calls a function; the backward may compute again what it saves, and its result."""
         policy = POLICIES.get(self.memory)
-        is_unseen = policy is None and self.recomputation.is_empty  # by modules of other modes
-        if is_unseen or not torch_compat.has_saved_tensor_hooks():
+        # Modules in mode "store", too, must report writes to tensors that recipes read.
+        has_no_recipes = policy is None and self.recomputation.is_empty
+        if has_no_recipes or not torch_compat.has_saved_tensor_hooks():
             return called(func, given, args, kwargs)
         is_function, is_exposed = torch_compat.is_function_apply(func), exposes(func)
         is_written = is_function or is_exposed or is_write(func, args, kwargs)

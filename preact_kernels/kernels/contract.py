@@ -2,8 +2,8 @@
 
 Names and shapes, here and in every backend:
 
-- `x`, `y`, `dy`, `g` are `[N, C, H, W]`, dense in NHWC order (`torch.channels_last`). `dy` is the
-  gradient of an output, `g` the gradient of `p`.
+- `x`, `y`, `residual`, `dy`, `g` are `[N, C, H, W]`, dense in NHWC order (`torch.channels_last`).
+  `dy` is the gradient of an output, `g` the gradient of `p`.
 - Statistics, parameters of norms and sums are in the statistics dtype (`statistics_dtype`).
 - `xhat = (x - mean) * rsqrt(var + eps)`, `p = xhat * weight + bias`, rounded to the dtype of `x`,
   `a = act(p)`, and `g = da * act'(p)`. A NaN in `p` gives what PyTorch's activation gives.

@@ -131,14 +131,15 @@ class SumFunction(torch.autograd.Function):
         tensors, results = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         needs, x = (needs_x, *needs_affine), layout.dense(tensors[0], call.planar)
         is_plain = runs_plain_backward(dy)
-        if results and not is_plain:
+        needs_sums = call.unit.uses_batch or any(needs_affine)
+        if results and needs_sums and not is_plain:
             image, norm, y = call.image(x), call.norm(*tensors[1:]), call.image(*results)
             g, sums = call.kernels.norm_act_backward(call.image(dy), image, norm, True, y)
             found = _norm_gradients(call, g, sums, x, norm, needs)
             dy = layout.from_image(g, x.shape, not call.planar)
         else:
             for y in results:
-                dy = torch.where(y <= 0, torch.zeros_like(dy), dy)
+                dy = torch.ops.aten.threshold_backward(dy, y, 0)
             call = call._replace(unit=call.unit._replace(activation=IDENTITY))
             run = _plain_backward if is_plain else _backward
             found = run(call, dy, (*tensors, None, None), (*needs, False, False))

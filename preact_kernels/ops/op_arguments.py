@@ -80,10 +80,10 @@ def _check(op: str, given: Mapping[str, Any]) -> None:
         _check_conv(given)
 
 
-def _check_activation(beside: str, activation: str, served: Sequence[str]) -> None:
+def _check_activation(with_argument: str, activation: str, served: Sequence[str]) -> None:
     if activation not in served:
         expected = " or ".join(served)
-        raise ValueError(f"activation: expected {expected} with {beside}, got {activation}")
+        raise ValueError(f"activation: expected {expected} with {with_argument}, got {activation}")
 
 
 def _check_running(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from preact_kernels.activations import ACTIVATIONS, IDENTITY, RELU
+from preact_kernels.activations import ACTIVATIONS, RELU
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import NO_CONV, Kernels, Unit
+from preact_kernels.kernels.contract import NO_CONV, WITH_RESIDUAL, Kernels, Unit
 from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import checks
 from preact_kernels.ops.arguments import UnitArguments
@@ -76,6 +76,8 @@ def _check(
         found = unit_without_conv(x, given, channels_last)
         if residual is not None:
             _check_sum(residual, x, found.unit)
+            may_be_planar = not (found.channels_last or layout.is_channels_last(x))
+            found = found._replace(may_be_planar=may_be_planar)
         return found
     geometry = checks.check_conv(x, *conv)
     weight, dtype = conv.weight, compute_dtype(x)
@@ -103,9 +105,10 @@ def _check_sum(residual: Tensor, x: Tensor, unit: Unit) -> None:
     checks.check_residual(residual, "residual", x.shape, x)
     if residual.dtype != unit.dtype:
         raise ValueError(f"residual: expected dtype {unit.dtype}, got {residual.dtype}")
-    if unit.activation not in (RELU, IDENTITY):
-        name = unit.activation.name
-        raise ValueError(f"activation: expected relu or identity with a residual, got {name}")
+    name = unit.activation.name
+    if name not in WITH_RESIDUAL:
+        expected = " or ".join(WITH_RESIDUAL)
+        raise ValueError(f"activation: expected {expected} with a residual, got {name}")
 
 
 def unit_without_conv(

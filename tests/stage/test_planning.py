@@ -344,3 +344,18 @@ def test_a_plan_for_another_model_is_refused_before_any_change():
     with pytest.raises(ValueError, match=r"model: expected the stages 'stages.0' of 3 blocks"):
         plan.apply(other)
     assert all(stage.memory == "rebuild" for stage in other.stages)
+
+
+def test_a_budget_below_both_whole_modes_gets_a_mixture(monkeypatch):
+    saved = [0, 950, 900, 850, 800, 750, 500, 300, 400, 500, 600]  # by step
+
+    def run(network, step):
+        option = planning.StageOption("checkpoint", saved[step], step)
+        modes = dict.fromkeys(network._names, "checkpoint")
+        return planning._NetworkChoice(option, modes, ())
+
+    monkeypatch.setattr(planning._Network, "_run", run)
+    model, x = pk.convert(post_activation()), images()
+    assert pk.plan_memory(model, x, 310).predicted_bytes == 300
+    with pytest.raises(ValueError, match="at least 300 bytes"):
+        pk.plan_memory(model, x, 299)
