@@ -10,8 +10,8 @@ namespace preact_kernels {
 namespace cuda {
 
 // Channels of a vector, and pixels at a time. The code of each activation is unrolled over all of
-// these numbers. Vectors of 16 bytes would need more registers in half precision. Kernels that add a
-// residual or compute g from y do not select an activation, and use vectors of 16 bytes.
+// these numbers. Vectors of 16 bytes would need more registers in half precision. Kernels that add
+// a residual or compute g from y do not select an activation, and use vectors of 16 bytes.
 constexpr int kAnyWidth = 4, kAnySteps = 4;
 
 template <class T>
