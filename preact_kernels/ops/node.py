@@ -128,7 +128,8 @@ class SumFunction(torch.autograd.Function):
         if dy is None:
             return (None,) * 7
         call, (_, needs_x, needs_residual, *needs_affine, _, _) = ctx.call, ctx.needs_input_grad
-        tensors, results = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        saved = ctx.saved_tensors  # read once: hooks may compute them again
+        tensors, results = saved[:5], saved[5:]
         needs, x = (needs_x, *needs_affine), layout.dense(tensors[0], call.planar)
         is_plain = runs_plain_backward(dy)
         needs_sums = call.unit.uses_batch or any(needs_affine)

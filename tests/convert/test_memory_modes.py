@@ -363,6 +363,13 @@ def test_a_segment_is_computed_once():
             x = F.softsign(x + h)
         return x * x
 
+    def sums(net, x):
+        for i in range(6):
+            x = F.relu(net.norms[i](net.convs[i](x)) + x)
+        return x * x
+
+    counts = counted_backward(sums, "rebuild", layers=6)
+    assert 0 < counts["norm_act_forward"] <= 6
     counts = counted_backward(forward, "rebuild", layers=6)
     assert counts["native_batch_norm"] <= 6
 
