@@ -39,11 +39,6 @@ class StageOption:
     saved_bytes: int
     extra_bytes: int
 
-    @property
-    def cost(self) -> tuple[int, int]:
-        """Sort key: bytes moved, then bytes saved."""
-        return self.extra_bytes, self.saved_bytes
-
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
@@ -209,8 +204,8 @@ def plan_memory(model: nn.Module, x: Tensor, budget: int) -> MemoryPlan:
     if network is not None and (combination is None or extra > 0):
         chosen = network.cheapest(budget)
         if combination is not None and chosen is not None:
-            stages_are_cheaper = (extra, predicted) <= chosen.option.cost
-            chosen = None if stages_are_cheaper else chosen
+            cost = chosen.option.extra_bytes, chosen.option.saved_bytes
+            chosen = None if (extra, predicted) <= cost else chosen
     if combination is None and chosen is None:
         least = other_bytes + sum(min(o.saved_bytes for o in s.options) for s in stages)
         least = least if network is None else min(least, network.least_bytes())

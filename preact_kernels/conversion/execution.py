@@ -72,13 +72,16 @@ def _without_slow_sums(matches: Sequence[Match], refused: dict[Node, str]) -> li
     """Leaves sums in NCHW plain if the backend would convert and save copies of their inputs."""
     found = []
     for m in matches:
-        norm = m.nodes[0]
-        like = torch.empty(1, dtype=norm.dtype, device=norm.context.device)
-        if m.end.channels_last or dispatch.kernels_for(like).serves_planes:
+        if m.end.channels_last or _serves_planes(m.nodes[0]):
             found.append(m)
         else:
-            refused[norm] = "the backend has no kernels for sums in NCHW"
+            refused[m.nodes[0]] = "the backend has no kernels for sums in NCHW"
     return found
+
+
+def _serves_planes(norm: Node) -> bool:
+    like = torch.empty(1, dtype=norm.dtype, device=norm.context.device)
+    return dispatch.kernels_for(like).serves_planes
 
 
 def _steps(nodes: Sequence[Node], matches: Sequence[Match]) -> list[Match]:

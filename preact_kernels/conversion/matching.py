@@ -72,14 +72,12 @@ class UnitNodes(NamedTuple):
     @property
     def name(self) -> str:
         parts = [self.norm.settings.norm.title]
-        named = (("Scale", self.scale), ("Shift", self.shift), ("Add", self.add))
-        parts += [name for name, node in named if node is not None]
+        before = ("Scale", self.scale), ("Shift", self.shift), ("Add", self.add)
+        parts += [name for name, node in before if node is not None]
         if self.activation is not None:
             parts.append(ACTIVATIONS[self.activation.settings.name].title)
-        if self.dropout is not None:
-            parts.append("Dropout")
-        if self.conv is not None:
-            parts.append("Conv")
+        after = ("Dropout", self.dropout), ("Conv", self.conv)
+        parts += [name for name, node in after if node is not None]
         return "-".join(parts)
 
     @property

@@ -22,7 +22,9 @@ NORMS = {
     "instance": lambda dims: (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[dims - 1](
         C, affine=True
     ),
-    "without parameters": lambda dims: nn.BatchNorm2d(C, affine=False, track_running_stats=False),
+    "without parameters": lambda dims: (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1](
+        C, affine=False, track_running_stats=False
+    ),
 }
 
 
@@ -191,8 +193,6 @@ def test_sums_equal_plain_pytorch(forward):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_norms_and_dimensions(norm, dims):
-    if norm == "without parameters" and dims != 2:
-        pytest.skip("a batch norm of images")
     for forward in (basic_block, without_activation):
         subject = Subject(partial(Net, forward, norm, dims), make_input=partial(images, dims=dims))
         trial = assert_alike(subject, forward.__name__)
@@ -274,7 +274,7 @@ def test_half_precision(dtype):
         else:
             pairs = zip(found, exact, strict=True)
             errors.append(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]))
-    assert (errors[1] <= 2 * errors[0] + torch.finfo(dtype).eps).all(), errors
+    assert (errors[1] <= 2 * errors[0] + torch.finfo(dtype).eps / 2).all(), errors
 
 
 def test_a_residual_of_another_dtype_runs_plain():

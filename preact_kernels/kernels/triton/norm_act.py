@@ -126,7 +126,7 @@ def norm_act_backward_kernel(
 ):
     """g = dy * act'(p), stored unless `g` is None, and its sums. Grid: programs, channel tiles.
 
-    If `y`, the result of ReLU, is given, g = dy * [y > 0].
+    If `y`, the result of ReLU, is given, g is 0 where y <= 0, else dy.
     """
     wait_for_predecessors()
     TILE_PIXELS: tl.constexpr = TILES.tile_pixels
@@ -176,7 +176,7 @@ def norm_act_backward_rows_kernel(
 ):
     """g = dy * act'(p), stored unless `g` is None, and partial sums of each image.
 
-    If `y`, the result of ReLU, is given, g = dy * [y > 0].
+    If `y`, the result of ReLU, is given, g is 0 where y <= 0, else dy.
 
     `sums` is `[programs of an image, 2, images, CHANNELS]`. Grid: images * programs of an image,
     channel tiles.
