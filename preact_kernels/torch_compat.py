@@ -184,6 +184,11 @@ def saved_tensor_hooks_of(hooks: tuple[Callable, Callable] | None) -> Iterator[N
             torch._C._autograd._push_saved_tensors_default_hooks(*own)
 
 
+def set_hooks_of_saved_tensor(node: Any, index: int, pack: Callable, unpack: Callable) -> None:
+    """Sets the hooks of a tensor that a custom function saved."""
+    node._raw_saved_tensors[index].register_hooks(pack, unpack)
+
+
 def without_functorch_transforms() -> contextlib.AbstractContextManager:
     """Exits running `torch.func` transforms, for tensors from outside of them."""
     if not has_functorch_transform():

@@ -35,9 +35,8 @@ from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
 from preact_kernels.norms import GroupNorm, InstanceNorm, NormArguments
 from preact_kernels.ops import dispatch
-from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.memory_mode import MemoryMode
-from preact_kernels.ops.node import KnownStatistics, run_unit
+from preact_kernels.ops.node import FirstRun, run_unit
 from preact_kernels.ops.preact_stage import preact_stage
 
 # Strided 1x1 convolutions of channels_last tensors with fewer channels can corrupt memory on a CPU
@@ -155,11 +154,13 @@ class _Execution:
                     with kept:
                         y = self._result(step, inputs)
                 else:
-                    repeated = _Repeated()
-                    with kept, self._region.recomputation.saving():
-                        y = self._result(step, inputs, repeated)
-                    self._remember(policy, step, inputs, y, repeated)
-                    self._region.recomputation.settle(policy)
+                    recomputation = self._region.recomputation
+                    first = FirstRun(recomputation.sees_nodes())
+                    with kept, self._region.saving():
+                        y = self._result(step, inputs, first)
+                    recomputation.save(first.node, first.saved)
+                    self._remember(policy, step, inputs, y, first)
+                    recomputation.settle(policy)
                 self._values[step.end] = y
                 for node in step.nodes:
                     node.is_done = True
@@ -210,25 +211,20 @@ class _Execution:
             if isinstance(value, Node):
                 self._values.pop(value, None)
 
-    def _result(
-        self, step: Match, inputs: list[Tensor], repeated: "_Repeated | None" = None
-    ) -> Tensor:
+    def _result(self, step: Match, inputs: list[Tensor], first: FirstRun | None = None) -> Tensor:
         self._saves_output = False
         if not step.name:
-            return self._plain(step.end, inputs, repeated is not None)
+            return self._plain(step.end, inputs, first is not None)
         if not step.blocks:
             x, *residual = inputs
-            given, known = step.units[0].arguments(x), None
             in_nhwc = self._in_nhwc or step.end.channels_last
-            if repeated is not None:
-                repeated.given = _kept_arguments(given, self._region.recomputation)
-                repeated.in_nhwc, known = in_nhwc, repeated.known
-            return run_unit(x, given, *residual, channels_last=in_nhwc, known=known)
-        first = step.nodes[0]
-        module = _module(first)
+            given = step.units[0].arguments(x)
+            return run_unit(x, given, *residual, channels_last=in_nhwc, first=first)
+        start = step.nodes[0]
+        module = _module(start)
         if self._region.run_stage is not None:
             return self._region.run_stage(step.blocks, inputs[0], module, step.end.dtype)
-        name = user_modules.memory_of(module, first.memory)
+        name = user_modules.memory_of(module, start.memory)
         self._saves_output = name != "store"
         return preact_stage(step.blocks, inputs[0], step.end.dtype, MemoryMode(name))
 
@@ -238,7 +234,7 @@ class _Execution:
         step: Match,
         inputs: list[Tensor],
         y: Tensor,
-        repeated: "_Repeated",
+        first: FirstRun,
     ) -> None:
         """Lets the backward compute `y` again instead of saving it."""
         work, product = work_of(inputs, y, _weight(step))
@@ -247,8 +243,8 @@ class _Execution:
         recomputation, node = self._region.recomputation, step.end
         call: Any = None
         in_place: Any = None
-        if repeated.given is not None:
-            call, constants = repeated, repeated.tensors
+        if step.name:
+            call, constants = _run_again(first, y, recomputation)
         elif not step.name and not _is_unsafe(node):
             call, constants = _call_again(node, node.inputs[len(inputs) :], recomputation)
             in_place = _in_place(node, inputs)
@@ -318,42 +314,19 @@ class _Execution:
             self._values[node] = self._copied(node, value, inside) if is_nchw else value
 
 
-class _Repeated:
-    """Computes a unit again.
-
-    Attributes:
-        given: the arguments of the unit; None for other steps.
-        in_nhwc: memory format of its result.
-        known: the statistics of its input.
-    """
-
-    given: UnitArguments | None = None
-    in_nhwc = True
-
-    def __init__(self) -> None:
-        self.known = KnownStatistics()
-
-    def __call__(self, x: Tensor, *residual: Tensor) -> Tensor:
-        given = cast(UnitArguments, self.given)
-        return run_unit(x, given, *residual, channels_last=self.in_nhwc, known=self.known)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that a call reads besides its inputs."""
-        norm, _, conv, scale_shift, *_ = cast(UnitArguments, self.given)
-        found = norm.weight, norm.bias, *scale_shift, *((conv.weight, conv.bias) if conv else ())
-        return [t for t in found if t is not None]
-
-
-def _kept_arguments(given: UnitArguments, recomputation: Recomputation) -> UnitArguments:
-    """The arguments for another call; copies those that autograd does not save."""
-    if given.conv is not None and given.conv.bias is not None:
-        bias = recomputation.constant(given.conv.bias)
-        given = given._replace(conv=given.conv._replace(bias=bias))
-    if given.scale_shift.has_any:
-        rows = [t if t is None else recomputation.constant(t) for t in given.scale_shift]
-        given = given._replace(scale_shift=type(given.scale_shift)(*rows))
-    return recomputation.constants(given)
+def _run_again(
+    first: FirstRun, y: Tensor, recomputation: Recomputation
+) -> tuple[Any, list[Tensor]]:
+    """Returns a function that computes a unit again, and what it reads besides its inputs."""
+    rerun = first.rerun(y)
+    if rerun is None:
+        return None, []
+    *tensors, conv_bias, bits = rerun.tensors
+    if conv_bias is not None:  # autograd does not save it
+        conv_bias = recomputation.constant(conv_bias)
+    given = [t.detach() if t is not None and t.requires_grad else t for t in tensors]
+    own = recomputation.constants((*given, conv_bias, bits))
+    return rerun._replace(tensors=own), [t for t in own if t is not None]
 
 
 def _call_again(

@@ -9,6 +9,8 @@ from torch import Tensor
 # Floating-point operations that take as long as moving one byte of memory (estimates).
 _OPERATIONS_PER_BYTE = {"cpu": 8.0}
 _OPERATIONS_PER_BYTE_OF_GPU = 100.0
+# To compute a value with fewer bytes takes longer in Python than in its kernel, on a CPU.
+_MOST_NEGLIGIBLE_BYTES = 2**18
 
 
 class Policy(NamedTuple):
@@ -16,16 +18,26 @@ class Policy(NamedTuple):
 
     Attributes:
         work: most work to compute a value again.
+        work_of_volumes: the same in 3-D, where most bytes are in layers of few channels, whose
+            convolutions take little time of a step.
         widening: the same, for convolutions that write at least twice the bytes that they read.
         span: most bytes that a backward holds to compute a value again, as a multiple of the bytes
             of the largest value saved so far.
-        repeats_depthwise: whether depthwise convolutions run again, which take long for their work.
+        repeats_grouped: whether convolutions in groups run again, which take long for their work.
+        least: values with fewer bytes than this share of the largest value so far are kept, if
+            to compute one again takes longer in Python than in its kernel.
     """
 
     work: float
+    work_of_volumes: float
     widening: float
     span: float
-    repeats_depthwise: bool
+    repeats_grouped: bool
+    least: float
+
+    def is_negligible(self, size: int, largest: int) -> bool:
+        """Whether a value has too few bytes to be computed again; for `largest` see `drops`."""
+        return size < min(self.least * largest, _MOST_NEGLIGIBLE_BYTES)
 
     def refuses(self, work: float, result: Tensor, product: "Product | None") -> bool:
         """Whether an operation takes too much work to be repeated.
@@ -35,9 +47,9 @@ class Policy(NamedTuple):
             result: its result.
             product: describes it, if it is a convolution or a linear layer.
         """
-        most, size = self.work, result.numel() * result.element_size()
+        most, size = self.work_of_volumes if result.dim() == 5 else self.work, result.nbytes
         if product is not None:
-            if product.is_depthwise and not self.repeats_depthwise:
+            if product.is_grouped and not self.repeats_grouped:
                 return True
             most = self.widening if size >= 2 * product.read else most
         return work > most * size
@@ -57,16 +69,16 @@ class Policy(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A convolution or a linear layer: the bytes that it reads, and whether it is depthwise."""
+    """A convolution or a linear layer: the bytes that it reads, and whether it is in groups."""
 
     read: int
-    is_depthwise: bool
+    is_grouped: bool
 
 
 _ANY = float("inf")
 POLICIES: dict[str, Policy] = {
-    "rebuild": Policy(work=30.0, widening=40.0, span=4.0, repeats_depthwise=False),
-    "checkpoint": Policy(work=_ANY, widening=_ANY, span=8.0, repeats_depthwise=True),
+    "rebuild": Policy(20.0, 30.0, widening=40.0, span=4.0, repeats_grouped=False, least=1 / 32),
+    "checkpoint": Policy(_ANY, _ANY, widening=_ANY, span=8.0, repeats_grouped=True, least=0.0),
 }
 
 
@@ -81,12 +93,13 @@ def work_of(
         weight: the weight of a convolution or a linear layer; None: another operation.
         is_transposed: whether the convolution is transposed.
     """
-    moved = float(sum(t.numel() * t.element_size() for t in (*inputs, result)))
+    moved = float(sum([t.nbytes for t in (*inputs, result)]))
     if weight is None:
         return moved, None
     x = inputs[0]
     products = (x if is_transposed else result).numel() * math.prod(weight.shape[1:])
     per_byte = _OPERATIONS_PER_BYTE.get(x.device.type, _OPERATIONS_PER_BYTE_OF_GPU)
-    is_depthwise = weight.dim() > 2 and weight.shape[1] == 1
-    product = Product(x.numel() * x.element_size(), is_depthwise)
+    channels = result.shape[1] if is_transposed else x.shape[1]
+    is_grouped = weight.dim() > 2 and weight.shape[1] != channels
+    product = Product(x.nbytes, is_grouped)
     return moved + 2 * products / per_byte, product

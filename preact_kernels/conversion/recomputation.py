@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from preact_kernels import torch_compat
 from preact_kernels.conversion.containers import mapped
@@ -56,13 +57,7 @@ class Part(NamedTuple):
 
     def shown(self, whole: Tensor) -> Tensor:
         """The part of a tensor with the contents of the value."""
-        own = self.value.geometry
-        if self.geometry == own:
-            return whole
-        if whole.stride() != own.strides:
-            whole = _with_strides(whole, own.strides)
-        offset = whole.storage_offset() + self.geometry.offset - own.offset
-        return whole.as_strided(self.geometry.shape, self.geometry.strides, offset)
+        return self.value.shown(whole, self.geometry)
 
 
 class Recipe(NamedTuple):
@@ -71,14 +66,16 @@ class Recipe(NamedTuple):
     Attributes:
         call: computes the value from tensors.
         inputs: the tensors.
-        constants: other tensors that `call` reads, and their versions.
+        constants: other tensors that `call` reads.
+        versions: their versions.
         context: the modes in which to run `call`.
         in_place: does the same, and writes its result to the first input; None: `call` only.
     """
 
     call: Callable[..., Tensor]
     inputs: tuple[Part, ...]
-    constants: tuple[tuple[Tensor, int], ...]
+    constants: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     context: Context
     in_place: Callable[..., Tensor] | None
 
@@ -87,6 +84,7 @@ class Value:
     """The contents of a storage at one version.
 
     Attributes:
+        key: id of the storage, and dtype; see `Recomputation`.
         storage: a reference that keeps the id of the storage from being used again.
         version: version of the tensors of the storage.
         geometry: what `tensor` shows.
@@ -97,6 +95,7 @@ class Value:
         recipe: how to compute it again; None: it is kept.
         positions: for each saved tensor, in order, the bytes that were saved before.
         work: work to compute it from saved values.
+        repeated: the part of it that a backward does again for its readers, but the first ones.
         is_dropped: whether it is saved, and not kept.
         chain: dropped values to compute before it.
         unsaved: values to keep only for this one, in order.
@@ -106,16 +105,16 @@ class Value:
         is_source: whether a recipe reads `tensor`.
     """
 
-    def __init__(self, t: Tensor, tensor: Tensor | None) -> None:
-        self.storage = torch_compat.WeakStorage(t.untyped_storage())
-        self.version, self.geometry, self.dtype = t._version, Geometry.of(t), t.dtype
-        self.nbytes = t.numel() * t.element_size()
-        self.tensor: Tensor | None = tensor
+    def __init__(self, key: Any, geometry: Geometry, t: Tensor, tensor: Tensor | None) -> None:
+        self.key, self.storage = key, torch_compat.WeakStorage(t.untyped_storage())
+        self.version, self.geometry, self.dtype = t._version, geometry, t.dtype
+        self.nbytes = t.nbytes
+        self.tensor = tensor
         self.packed: Any = None
         self.recipe: Recipe | None = None
         self.is_dropped = self.is_source = False
-        self.positions: list[int] = []
-        self.work = 0.0
+        self.positions: tuple[int, ...] = ()
+        self.work = self.repeated = 0.0
         self.chain: frozenset[Value] = frozenset()
         self.unsaved: tuple[Value, ...] = ()
         self.sources: frozenset[Value] = frozenset()
@@ -140,6 +139,16 @@ class Value:
         self.tensor, self.packed = like.set_(t.untyped_storage().clone(), *geometry), None
         self.version = self.tensor._version
 
+    def shown(self, whole: Tensor, geometry: Geometry) -> Tensor:
+        """The part of a tensor with the contents of the value."""
+        own = self.geometry
+        if geometry is own or geometry == own:
+            return whole
+        if whole.stride() != own.strides:
+            whole = _with_strides(whole, own.strides)
+        offset = whole.storage_offset() + geometry.offset - own.offset
+        return whole.as_strided(geometry.shape, geometry.strides, offset)
+
     @property
     def has_changed(self) -> bool:
         """Whether the program has changed `tensor` in place."""
@@ -155,8 +164,14 @@ class Value:
 class _Saved(NamedTuple):
     """Replaces a tensor that autograd would save."""
 
-    part: Part
+    owner: "Recomputation"
+    value: Value
+    geometry: Geometry
     position: int
+
+    def replace(self, t: Tensor) -> "_Saved":
+        """A hook of saved tensors."""
+        return self
 
 
 class _Unchanged(NamedTuple):
@@ -169,6 +184,7 @@ class _Unchanged(NamedTuple):
 class _Packed(NamedTuple):
     """The same, as the program's hooks packed it."""
 
+    unpack: Callable
     packed: Any
 
 
@@ -204,14 +220,17 @@ class Recomputation:
 
     def __init__(self, hooks: Any, frees_parameters: bool) -> None:
         self._hooks, self._frees_parameters = hooks, frees_parameters
-        # Values by key. `_fresh` has those with a recipe that are not saved yet.
-        self._known: weakref.WeakValueDictionary[Any, Value] = weakref.WeakValueDictionary()
+        # Values by key: saved ones, and in `_fresh` those with a recipe that are not saved yet.
+        self._known: dict[Any, weakref.ref[Value]] = {}
         self._fresh: dict[Any, Value] = {}
         self._undecided: list[Value] = []  # saved by the current operation for the first time
-        self._holding: list[tuple[Any, Value]] = []  # those of `_fresh` that hold unsaved values
+        self._of_nodes: list[tuple[Any, int, _Saved]] = []  # given to `save`
+        self._holding: list[Value] = []  # those of `_fresh` that hold unsaved values
         # Values that are kept for others alone, and storages that code outside may change.
         self._extra: weakref.WeakSet[Value] = weakref.WeakSet()
         self._exposed: dict[int, Any] = {}
+        self._geometries: dict[Geometry, Geometry] = {}
+        self._read: set[int] = set()  # ids of storages that recipes read, or have read
         self.work = 0.0
         self._position = self._largest = 0
         self._context: Context | None = None
@@ -223,9 +242,25 @@ class Recomputation:
         """Whether no recipe can read a tensor of the program."""
         return not self._known and not self._fresh
 
-    def saving(self) -> contextlib.AbstractContextManager:
-        """Context for an operation; call `settle` after it."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    def hooks(self) -> tuple[Callable, Callable]:
+        """Hooks of saved tensors for each operation; call `settle` after it."""
+        return self._pack, _unpacked
+
+    def sees_nodes(self) -> bool:
+        """Whether `save` may replace `hooks`: the program has no hooks of its own."""
+        return self._hooks is None and torch_compat.top_saved_tensor_hooks() is None
+
+    def save(self, node: Any, tensors: Iterable[tuple[int, Tensor]]) -> None:
+        """Replaces what a node saved without hooks; `settle` does it.
+
+        Args:
+            node: the node of a custom function; None: nothing.
+            tensors: what it saved, by the index in its saved tensors; other tensors are kept.
+        """
+        for index, t in tensors:
+            saved = self._pack(t)
+            if type(saved) is _Saved:
+                self._of_nodes.append((node, index, saved))
 
     def context(self, device: torch.device) -> Context:
         """The current modes for tensors on a device."""
@@ -262,21 +297,27 @@ class Recomputation:
         Returns:
             Whether the result need not be saved.
         """
-        if not all(map(_is_served, (result, *inputs))) or not _is_whole(result):
+        if is_small(result) or policy.is_negligible(result.nbytes, self._largest):
             return False
-        if is_small(result):
+        if not _is_served(result) or not _is_whole(result):
+            return False
+        if not all(map(_is_served, inputs)):
             return False
         if self._frees_parameters and not all(map(is_small, constants)):
             return False
-        found = self._find(result)
+        key, keys = _key(result), [*map(_key, inputs)]
+        found = self._find(result, key)
         is_new = found is None or (found.recipe is None and found in self._undecided)
-        if not is_new or any(_key(t) == _key(result) for t in inputs):
+        if not is_new or key in keys:
             return False  # it is a view
         self._decide(policy, [v for v in self._undecided if v is not found])
-        parts = [self._part(t) for t in inputs]
+        parts = [
+            Part(self._find(t, k) or self._new(t.detach(), k), self._geometry(t))
+            for t, k in zip(inputs, keys, strict=True)
+        ]
         sources = frozenset(p.value for p in parts if p.value.recipe is None)
         unsaved = [p.value for p in parts if p.value in sources and not p.value.is_kept]
-        value = Value(result, None) if found is None else found
+        value = Value(key, self._geometry(result), result, None) if found is None else found
         chain: frozenset[Value] = frozenset()
         for part, t in zip(parts, inputs, strict=True):
             v = part.value
@@ -285,7 +326,8 @@ class Recomputation:
             if v.recipe is None:
                 sources |= {v}
                 continue
-            chain, sources = chain | v.chain, sources | v.sources
+            chain = chain | v.chain if chain else v.chain
+            sources = sources | v.sources if sources else v.sources
             if v.is_dropped:
                 chain |= {v}
             else:
@@ -297,12 +339,14 @@ class Recomputation:
         value.work, value.chain, value.unsaved, value.sources = work, chain, tuple(unsaved), sources
         for v in sources:
             v.is_source = True
-        versions = tuple([(t.detach(), t._version) for t in constants])
-        value.recipe = Recipe(call, tuple(parts), versions, context, in_place)
+            self._read.add(v.key[0])
+        constants = tuple([t.detach() if t.requires_grad else t for t in constants])
+        versions = tuple([t._version for t in constants])
+        value.recipe = Recipe(call, tuple(parts), constants, versions, context, in_place)
         if found is None:
-            self._fresh[_key(result)] = value
+            self._fresh[key] = value
             if unsaved:
-                self._holding.append((_key(result), value))
+                self._holding.append(value)
         return True
 
     def constant(self, t: Tensor) -> Tensor:
@@ -321,15 +365,20 @@ class Recomputation:
             is_exposed: whether code outside of PyTorch may change them later, unseen.
         """
         ids = {torch_compat.storage_id(t): t for t in tensors if t.layout is torch.strided}
-        for values in (self._known, self._fresh):
-            for key, value in list(values.items()):
-                if key[0] not in ids:
-                    continue
-                if value.is_source and not value.is_dropped:
-                    value.copy(ids[key[0]])
-                    del values[key]
-                elif is_exposed:
-                    del values[key]
+        if not is_exposed and self._read.isdisjoint(ids):
+            return
+        values: list[tuple[dict, Any, Value | None]] = [
+            *((self._known, key, found()) for key, found in self._known.items()),
+            *((self._fresh, key, found) for key, found in self._fresh.items()),
+        ]
+        for own, key, value in values:
+            if key[0] not in ids:
+                continue
+            if value is not None and value.is_source and not value.is_dropped:
+                value.copy(ids[key[0]])
+                del own[key]
+            elif is_exposed:
+                del own[key]
         for key, t in ids.items() if is_exposed else ():
             self._exposed[key] = torch_compat.WeakStorage(t.untyped_storage())
 
@@ -340,14 +389,22 @@ class Recomputation:
     def settle(self, policy: Policy) -> None:
         """Decides which values that the last operation saved are kept."""
         self._decide(policy, self._undecided)
-        for key, value in self._holding:
+        for node, index, saved in self._of_nodes:
+            if saved.value.recipe is not None:
+                torch_compat.set_hooks_of_saved_tensor(node, index, saved.replace, _unpacked)
+            else:
+                node.preact_values = (*getattr(node, "preact_values", ()), saved.value)
+        self._of_nodes.clear()
+        for value in self._holding:
             if value.storage.expired():
-                self._fresh.pop(key, None)
-        self._holding = [(k, v) for k, v in self._holding if self._fresh.get(k) is v]
+                self._fresh.pop(value.key, None)
+        self._holding = [v for v in self._holding if self._fresh.get(v.key) is v]
         if len(self._fresh) > 64:
             self._fresh = {k: v for k, v in self._fresh.items() if not v.storage.expired()}
 
     def _decide(self, policy: Policy, values: list[Value]) -> None:
+        if not values:
+            return
         for value in values:
             if value.recipe is None or not self._is_worth_it(policy, value):
                 value.keep(self._hooks)
@@ -380,65 +437,74 @@ class Recomputation:
 
     def finish(self) -> None:
         """Forgets values that nothing saved, and copies what the program still holds."""
-        self._fresh.clear()
-        self._holding.clear()
-        self._exposed.clear()
+        own = self._fresh, self._known, self._holding, self._exposed, self._read, self._geometries
+        for found in own:
+            found.clear()
         for value in list(self._extra):
             if value.tensor is not None and torch_compat.is_shared(value.tensor):
                 value.copy(value.tensor)
         self._extra.clear()
 
-    def _find(self, t: Tensor) -> Value | None:
-        key = _key(t)
-        places = [(self._fresh, key), (self._known, key)]
-        if self._hooks is not None:
-            places.append((self._known, (*key, Geometry.of(t))))
-        for values, own in places:
-            found = values.get(own)
-            if found is not None and found.version == t._version:
+    def _geometry(self, t: Tensor) -> Geometry:
+        """One object for all equal geometries: the garbage collector visits each object."""
+        found = Geometry.of(t)
+        return self._geometries.setdefault(found, found)
+
+    def _find(self, t: Tensor, key: Any) -> Value | None:
+        version = t._version
+        found = self._fresh.get(key)
+        if found is not None and found.version == version:
+            return found
+        for own in (key,) if self._hooks is None else (key, (*key, Geometry.of(t))):
+            known = self._known.get(own)
+            found = None if known is None else known()
+            if found is not None and found.version == version:
                 return found
         return None
 
-    def _new(self, t: Tensor) -> Value:
+    def _new(self, t: Tensor, key: Any) -> Value:
         """A value that is not computed from others; the program's hooks pack its parts alone."""
-        key = _key(t)
         if self._hooks is not None and not _is_whole(t):
             key = *key, Geometry.of(t)
-        value = self._known[key] = Value(t, t)
+        value = Value(key, self._geometry(t), t, t)
+        self._known[key] = weakref.ref(value)
         return value
-
-    def _part(self, t: Tensor) -> Part:
-        return Part(self._find(t) or self._new(t.detach()), Geometry.of(t))
 
     def _keep_if_costly(self, value: Value, t: Tensor) -> None:
         """Keeps a value that is not kept, but takes much work to compute again and again.
 
-        Such are a dropped value that is read again much later, and a value without a reader that
-        saves it, but with several readers whose results are dropped.
+        Such are a dropped value that is read again much later, and a value that nothing saves, but
+        that several dropped results are computed from.
         """
-        work = value.work
+        work = 0.0
         if value.is_dropped:
-            is_again = self._position - value.positions[-1] > 4 * _WINDOW * value.nbytes
-            work += sum(v.work for v in value.chain)
-        else:
-            is_again = value.uses > 0
-        if is_again and work > _REPEATED_WORK * value.nbytes:
+            since = self._position - value.positions[-1]
+            if since > 4 * _WINDOW * value.nbytes:
+                work = value.work + sum([v.work for v in value.chain])
+            if since > _WINDOW * _bytes(value):
+                value.repeated += value.work
+                work = max(work, value.repeated)
+        elif value.uses:
+            value.repeated += value.work
+            work = value.repeated
+        if work > _REPEATED_WORK * value.nbytes:
             value.tensor = _whole(t, value)
             for v in value.sources if value.is_dropped else ():
                 v.reads -= len(value.positions)
             value.reads += value.uses
             value.keep(self._hooks)
-            key = _key(t)
-            self._known[key] = self._fresh.pop(key, value)
+            self._fresh.pop(value.key, None)
+            self._known[value.key] = weakref.ref(value)
 
     def _pack(self, t: Tensor) -> Any:
         if t.grad_fn is not None:  # its own function may save it
             t = t.detach()
-        if is_small(t) or not _is_served(t):
+        if type(t) is Parameter or is_small(t) or not _is_served(t):
             if self._hooks is not None:
-                return _Packed(self._hooks[0](t))
+                return _Packed(self._hooks[1], self._hooks[0](t))
             return t if t.is_inference() else _Unchanged(t, t._version)
-        value = self._find(t) or self._new(t)
+        key = _key(t)
+        value = self._find(t, key) or self._new(t, key)
         if not value.positions:
             self._position += value.nbytes
             self._largest = max(self._largest, value.nbytes)
@@ -446,24 +512,18 @@ class Recomputation:
                 value.tensor = _whole(t, value)
             self._undecided.append(value)
             if value.recipe is not None:
-                self._known[_key(t)] = self._fresh.pop(_key(t))
+                self._known[key] = weakref.ref(self._fresh.pop(key))
         elif value.is_dropped:
             for v in value.sources:
                 v.reads += 1
-        value.positions.append(self._position)
-        return _Saved(Part(value, Geometry.of(t)), self._position)
+        value.positions += (self._position,)
+        return _Saved(self, value, self._geometry(t), self._position)
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if type(saved) is _Unchanged:
-            _check(saved.tensor, saved.version)
-            return saved.tensor
-        if type(saved) is _Packed:
-            return self._hooks[1](saved.packed)
-        if isinstance(saved, Tensor):
-            return saved
-        value = saved.part.value
+    def unpack(self, saved: _Saved) -> Tensor:
+        """The tensor that a backward reads."""
+        value = saved.value
         if value.recipe is None and self._hooks is None:
-            return saved.part.shown(value.checked())
+            return value.shown(value.checked(), saved.geometry)
         with self._lock:
             own = self._pass()
             own.read[value] += 1
@@ -480,7 +540,7 @@ class Recomputation:
             for v in (value, *sources):
                 if own.read[v] >= len(v.positions) + v.reads:
                     own.values.pop(v, None)
-            return saved.part.shown(t)
+            return value.shown(t, saved.geometry)
 
     def _pass(self) -> _Pass:
         backward = torch_compat.backward_id()
@@ -514,10 +574,15 @@ class Recomputation:
         # Hooks run any code, in the modes of the backward.
         values = {i: self._kept(i, own) for i in uses if i.recipe is None}
         modes = torch_compat.without_functorch_transforms(), torch_compat.disable_torch_function()
-        with modes[0], modes[1], torch.no_grad():
+        context: Context | None = None
+        with modes[0], modes[1], torch.no_grad(), contextlib.ExitStack() as stack:
             for v in order:
                 recipe = cast(Recipe, v.recipe)
-                for t, version in recipe.constants:
+                if recipe.context is not context:
+                    stack.close()
+                    context = recipe.context
+                    stack.enter_context(context.entered_in_backward())
+                for t, version in zip(recipe.constants, recipe.versions, strict=True):
                     _check(t, version)
                 inputs = []
                 for part in recipe.inputs:
@@ -528,8 +593,7 @@ class Recomputation:
                 is_last_use = first_input.value in values and uses[first_input.value] == 1
                 if recipe.in_place is not None and is_last_use and first_input.is_temporary(v):
                     call = recipe.in_place
-                with recipe.context.entered_in_backward():
-                    y = call(*inputs)
+                y = call(*inputs)
                 values[v] = y = _with_strides(y, v.geometry.strides)
                 del inputs
                 for part in recipe.inputs:
@@ -539,6 +603,15 @@ class Recomputation:
                 if v is not target and v.positions and own.reads_soon(v, first):
                     own.values[v] = y
         return y
+
+
+def _unpacked(saved: Any) -> Tensor:
+    if type(saved) is _Saved:
+        return saved.owner.unpack(saved)
+    if type(saved) is _Unchanged:
+        _check(saved.tensor, saved.version)
+        return saved.tensor
+    return saved.unpack(saved.packed) if type(saved) is _Packed else saved
 
 
 def _forget(own: Recomputation | None, backward: int) -> None:
@@ -582,9 +655,11 @@ def is_small(t: Tensor) -> bool:
 
 
 def _is_served(t: Tensor) -> bool:
+    kind = type(t)
+    is_plain = kind is Tensor or kind is FakeTensor
     return (
-        t.is_floating_point()
-        and (type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ or type(t) is FakeTensor)
+        (is_plain or kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
+        and t.is_floating_point()
         and t.layout is torch.strided
         and not t.is_inference()
         and not t.is_neg()
@@ -593,8 +668,10 @@ def _is_served(t: Tensor) -> bool:
 
 def _is_whole(t: Tensor) -> bool:
     """Whether a tensor shows each element of its storage once."""
-    if t.untyped_storage().nbytes() != t.numel() * t.element_size():
+    if t.untyped_storage().nbytes() != t.nbytes:
         return False
+    if t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)):
+        return True
     expected = 1
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size != 1:
@@ -619,8 +696,8 @@ def _with_strides(t: Tensor, strides: Sequence[int]) -> Tensor:
 
 def _check(t: Tensor, version: int) -> None:
     """Raises if a tensor has changed or was freed since the forward."""
-    shape = list(t.shape)
     if t._version != version:
+        shape = list(t.shape)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a tensor of shape {shape} is at version {t._version}, expected version "
@@ -628,6 +705,6 @@ def _check(t: Tensor, version: int) -> None:
         )
     if t.numel() and not t.untyped_storage().nbytes():
         raise RuntimeError(
-            f"a tensor of shape {shape} was freed between forward and backward; shard whole "
-            "blocks, or use memory='store'"
+            f"a tensor of shape {list(t.shape)} was freed between forward and backward; shard "
+            "whole blocks, or use memory='store'"
         )

@@ -103,6 +103,7 @@ class Region(TorchFunctionMode):
         hooks = torch_compat.top_saved_tensor_hooks()
         frees_parameters = self.is_distributed and torch_compat.has_fsdp()
         self.recomputation = Recomputation(hooks, frees_parameters)
+        self._hooks = self.recomputation.hooks()  # one object for all operations
         self._dispatch_modes = torch_compat.dispatch_mode_count()
         # Computed tensors that could not become plain tensors yet, by id.
         self._not_plain: dict[int, weakref.ref[Deferred]] = {}
@@ -400,7 +401,7 @@ class Region(TorchFunctionMode):
         function = func
         if is_plain and args and type(args[0]) in self.tensor_types and args[0].requires_grad:
             function = repeatable.without_indices(func)
-        with self.recomputation.saving():
+        with self.saving():
             result = called(function, given, args, kwargs)
         with disable_torch_function():
             if (
@@ -444,6 +445,10 @@ class Region(TorchFunctionMode):
 
         context = self.recomputation.context(result.device)
         self.recomputation.add(policy, result, call, inputs, constants, context, work)
+
+    def saving(self) -> contextlib.AbstractContextManager:
+        """Context in which hooks replace what an operation saves."""
+        return torch.autograd.graph.saved_tensors_hooks(*self._hooks)
 
     def saves_values(self) -> bool:
         """Whether hooks may replace what autograd saves; a compiler decides that itself."""

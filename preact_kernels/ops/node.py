@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from preact_kernels import torch_compat
 from preact_kernels.activations import IDENTITY, RELU, activate
 from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import (
@@ -63,33 +64,46 @@ class UnitCall(NamedTuple):
     def mask(self, bits: Tensor | None) -> Mask | None:
         return None if bits is None else Mask(bits, self.keep_factor)
 
+    def result(
+        self,
+        x: Tensor,
+        norm: Norm,
+        conv_weight: Tensor | None = None,
+        conv_bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        bits: Tensor | None = None,
+    ) -> Tensor:
+        """The unit's result in its final dimensions and memory format.
+
+        It is detached, since a view would not allow `y.data = ` and in-place changes.
+        """
+        if conv_weight is None:
+            added = () if residual is None else (self.image(residual),)
+            y = self.kernels.norm_act_forward(self.image(x), norm, *added)
+            return layout.from_image(y, layout.shape_of(x, self.dims), self.channels_last).detach()
+        inputs = Inputs(x, norm, self.image_weight(conv_weight))
+        epilogue = Epilogue(conv_bias, residual)
+        y = self.kernels.norm_act_conv_forward(self.unit, inputs, epilogue, self.mask(bits)).y
+        y = y.squeeze(2) if self.dims == 3 else y
+        return layout.restored(y, self.channels_last).detach()
+
 
 class UnitFunction(torch.autograd.Function):
     """`y = act(norm(x))`, or `y = conv(dropout(act(norm(x)))) [+ conv_bias] [+ residual]`.
 
-    x and residual come from `layout.dense`. `bits` are those of the mask of dropout. The result has
-    its final dimensions and memory format, and is detached, since a view would not allow
-    `y.data = ` and in-place changes.
+    x and residual come from `layout.dense`. `bits` are those of the mask of dropout.
     """
 
     @staticmethod
     def forward(ctx, call, x, weight, bias, mean, var, *of_conv):
         ctx.call = call
         ctx.set_materialize_grads(False)
-        conv_weight, conv_bias, residual, bits = of_conv or (None, None, None, None)
+        conv_weight, _, _, bits = of_conv or (None,) * 4
         optional = () if conv_weight is None else (conv_weight,)
         optional = optional if bits is None else (*optional, bits)
         # Only tensors, as tools that draw the graph expect.
         ctx.save_for_backward(x, weight, bias, mean, var, *optional)
-        norm = call.norm(weight, bias, mean, var)
-        if conv_weight is None:
-            y = call.kernels.norm_act_forward(call.image(x), norm)
-            return layout.from_image(y, layout.shape_of(x, call.dims), call.channels_last).detach()
-        inputs = Inputs(x, norm, call.image_weight(conv_weight))
-        epilogue = Epilogue(conv_bias, residual)
-        y = call.kernels.norm_act_conv_forward(call.unit, inputs, epilogue, call.mask(bits)).y
-        y = y.squeeze(2) if call.dims == 3 else y
-        return layout.restored(y, call.channels_last).detach()
+        return call.result(x, call.norm(weight, bias, mean, var), *of_conv)
 
     @staticmethod
     def backward(ctx, dy):
@@ -113,12 +127,10 @@ class SumFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call, x, residual, weight, bias, mean, var):
+    def forward(ctx, call, x, weight, bias, mean, var, residual):
         ctx.call = call
         ctx.set_materialize_grads(False)
-        norm = call.norm(weight, bias, mean, var)
-        image = call.kernels.norm_act_forward(call.image(x), norm, call.image(residual))
-        y = layout.from_image(image, layout.shape_of(x, call.dims), call.channels_last).detach()
+        y = call.result(x, call.norm(weight, bias, mean, var), residual=residual)
         activated = (y,) if call.unit.activation == RELU else ()
         ctx.save_for_backward(x, weight, bias, mean, var, *activated)
         return y
@@ -127,7 +139,7 @@ class SumFunction(torch.autograd.Function):
     def backward(ctx, dy):
         if dy is None:
             return (None,) * 7
-        call, (_, needs_x, needs_residual, *needs_affine, _, _) = ctx.call, ctx.needs_input_grad
+        call, (_, needs_x, *needs_affine, _, _, needs_residual) = ctx.call, ctx.needs_input_grad
         saved = ctx.saved_tensors  # read once: hooks may compute them again
         tensors, results = saved[:5], saved[5:]
         needs, x = (needs_x, *needs_affine), layout.dense(tensors[0], call.planar)
@@ -146,7 +158,8 @@ class SumFunction(torch.autograd.Function):
             found = run(call, dy, (*tensors, None, None), (*needs, False, False))
             dy = dy if call.dims > 3 else dy.reshape(x.shape)
         dx, dweight, dbias, *_ = found
-        return None, dx, dy if needs_residual else None, dweight, dbias, None, None
+        dresidual = dy if needs_residual else None
+        return None, dx, dweight, dbias, None, None, dresidual
 
 
 def _plain_backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[bool]) -> list:
@@ -253,22 +266,73 @@ def parameter_gradients(
     return found[0], found[1]
 
 
-class KnownStatistics:
-    """The statistics of a unit's input, from its first call, for later calls with this input."""
+class FirstRun:
+    """The run of a unit that a backward may repeat.
 
-    def __init__(self) -> None:
-        self.found: tuple[Statistics, float | None] | None = None
+    Args:
+        is_hidden: whether the hooks of saved tensors do not see what the unit's node saves.
 
-    def of(
-        self, norm: NormArguments, kernels: Kernels, x: Tensor
-    ) -> tuple[Statistics, float | None]:
-        """Returns `norm.statistics(kernels, x)` of the first call."""
-        if self.found is None:
-            statistics, fixed = norm.statistics(kernels, x)
-            if not norm.training and norm.groups is None:  # running statistics may change
-                statistics = Statistics(*(t.clone() for t in statistics))
-            self.found = statistics, fixed
-        return self.found
+    Attributes:
+        node: the unit's node, if it was hidden.
+        saved: the tensors as large as an image that it saves, by their index in its saved tensors.
+    """
+
+    def __init__(self, is_hidden: bool) -> None:
+        self.is_hidden = is_hidden
+        self.node: Any = None
+        self.saved: list[tuple[int, Tensor]] = []
+        self._applied: tuple[Tensor, Rerun] | None = None
+
+    def apply(self, function: Any, call: UnitCall, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        """Calls `apply` of `UnitFunction` or `SumFunction`."""
+        if self.is_hidden:
+            with torch_compat.saved_tensor_hooks_of(None):
+                y = function.apply(call, x, *tensors)
+        else:
+            y = function.apply(call, x, *tensors)
+        of_norm, others = tensors[:4], tensors[4:]
+        is_sum = function is SumFunction
+        of_conv = (None, None, *others, None) if is_sum else others or (None,) * 4
+        conv_weight, conv_bias, residual, bits = of_conv
+        residual_dtype = None if residual is None else residual.dtype
+        own = *of_norm, conv_weight, conv_bias, bits
+        self._applied = y, Rerun(call, x.dtype, residual_dtype, own)
+        if self.is_hidden and y.grad_fn is not None:
+            self.node, self.saved = y.grad_fn, [(0, x)]
+            if is_sum and call.unit.activation == RELU:
+                self.saved.append((5, y))
+            if conv_weight is not None and type(conv_weight) is not torch.nn.Parameter:
+                self.saved.append((5, conv_weight))
+        return y
+
+    def rerun(self, y: Tensor) -> "Rerun | None":
+        """Returns what computes `y`, the result of `run_unit`, again; None: nothing does."""
+        applied = self._applied
+        return None if applied is None or applied[0] is not y else applied[1]
+
+
+class Rerun(NamedTuple):
+    """Computes a unit again without gradients, from tensors that were checked.
+
+    Attributes:
+        call: other arguments.
+        dtype: dtype of x.
+        residual_dtype: dtype of the residual, if there is one.
+        tensors: weight, bias, mean, var, conv_weight, conv_bias, and bits of the mask of dropout.
+    """
+
+    call: UnitCall
+    dtype: torch.dtype
+    residual_dtype: torch.dtype | None
+    tensors: tuple[Tensor | None, ...]
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        call, (*affine, conv_weight, conv_bias, bits) = self.call, self.tensors
+        x = layout.dense(x if x.dtype == self.dtype else x.to(self.dtype), call.planar)
+        if residual is not None:
+            residual = layout.dense(residual.to(self.residual_dtype), call.planar)
+        norm = call.norm(*cast(Any, affine))
+        return call.result(x, norm, conv_weight, conv_bias, residual, bits)
 
 
 def run_unit(
@@ -279,7 +343,7 @@ def run_unit(
     prefix: str = "",
     dims: int | None = None,
     channels_last: bool | None = None,
-    known: KnownStatistics | None = None,
+    first: FirstRun | None = None,
 ) -> Tensor:
     """A unit on the kernels of the selected backend; updates running statistics.
 
@@ -291,19 +355,17 @@ def run_unit(
         prefix: prefix of the names of the norm's weight and bias in messages.
         dims: dimensions that x must have; None: 3 to 5, or 2 to 5 without a convolution.
         channels_last: memory format of the result; None: PyTorch's.
-        known: if an earlier call with this `x` filled it, running statistics are not updated.
+        first: records this run, so that a backward may repeat it.
     """
-    is_repeated = known is not None and known.found is not None
     checked = checked_unit(x, given, residual, prefix, dims, channels_last)
     if given.scale_shift is not NO_SCALE_SHIFT:
         x = given.scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
     if given.conv is None:
-        y, statistics, fixed = _activated(kernels, x, given, checked, known, residual)
+        y, statistics, fixed = _activated(kernels, x, given, checked, first, residual)
     else:
-        y, statistics, fixed = _convolved(kernels, x, given, checked, residual, known)
-    if not is_repeated:
-        given.norm.update(kernels, x, statistics, fixed)  # last: out of memory changes no buffers
+        y, statistics, fixed = _convolved(kernels, x, given, checked, residual, first)
+    given.norm.update(kernels, x, statistics, fixed)  # last: out of memory changes no buffers
     return y
 
 
@@ -316,7 +378,7 @@ def _activated(
     x: Tensor,
     given: UnitArguments,
     checked: CheckedUnit,
-    known: KnownStatistics | None,
+    first: FirstRun | None,
     residual: Tensor | None = None,
 ) -> _Result:
     """A unit without its convolution; `residual` is added before the activation."""
@@ -333,18 +395,28 @@ def _activated(
     if scale_shift is not NO_SCALE_SHIFT:
         weight, bias = scale_shift.of(weight, bias)
     call = UnitCall(kernels, unit, None, dims, channels_last, planar)
-    statistics, fixed = _statistics(norm, kernels, call.image(x.detach()), known)
+    statistics, fixed = _statistics(norm, kernels, call.image(x.detach()), first)
     call = call if fixed is None else call._replace(fixed_inv_count=fixed)
     if residual is None:
-        return UnitFunction.apply(call, x, weight, bias, *statistics), statistics, fixed
+        y = _apply(first, UnitFunction, call, x, weight, bias, *statistics)
+        return y, statistics, fixed
     added = layout.dense(residual, planar)
-    return SumFunction.apply(call, x, added, weight, bias, *statistics), statistics, fixed
+    y = _apply(first, SumFunction, call, x, weight, bias, *statistics, added)
+    return y, statistics, fixed
 
 
 def _statistics(
-    norm: NormArguments, kernels: Kernels, x: Tensor, known: KnownStatistics | None
+    norm: NormArguments, kernels: Kernels, x: Tensor, first: FirstRun | None
 ) -> tuple[Statistics, float | None]:
-    return norm.statistics(kernels, x) if known is None else known.of(norm, kernels, x)
+    statistics, fixed = norm.statistics(kernels, x)
+    if first is not None and not norm.training and norm.groups is None:
+        # A copy, as running statistics may change.
+        statistics = Statistics(*[t.clone() for t in statistics])
+    return statistics, fixed
+
+
+def _apply(first: FirstRun | None, function: Any, *arguments: Any) -> Tensor:
+    return function.apply(*arguments) if first is None else first.apply(function, *arguments)
 
 
 def _convolved(
@@ -353,7 +425,7 @@ def _convolved(
     given: UnitArguments,
     checked: CheckedUnit,
     residual: Tensor | None,
-    known: KnownStatistics | None,
+    first: FirstRun | None,
 ) -> _Result:
     """A unit with a convolution."""
     norm, _, conv, scale_shift, dropout, mask = given
@@ -368,7 +440,7 @@ def _convolved(
         like = x.to(unit_without_conv(x, given).unit.dtype)
         mask = drawn(kernels, x.shape, like, norm.is_channels_last(x), dropout)
     if not has_kernels:
-        a, statistics, fixed = _activated(kernels, x, given, checked, known)
+        a, statistics, fixed = _activated(kernels, x, given, checked, first)
         if mask is not None:
             a = a * mask.noise(a)
         y = convolve(a.to(dtype), conv.weight.to(dtype), conv_bias, *conv[2:])
@@ -390,11 +462,11 @@ def _convolved(
     bits, factor = (None, 1.0) if mask is None else mask
     image = x.detach()
     image = image if dims < 5 else layout.as_image(image)
-    statistics, fixed = _statistics(norm, kernels, image, known)
+    statistics, fixed = _statistics(norm, kernels, image, first)
     parameters = norm.affine(x, x.shape[1])
     if scale_shift is not NO_SCALE_SHIFT:
         parameters = scale_shift.of(*parameters)
     call = UnitCall(kernels, unit, fixed, dims, channels_last, False, factor)
     weights = conv_weight, conv_bias, residual
-    y = UnitFunction.apply(call, x, *parameters, *statistics, *weights, bits)
+    y = _apply(first, UnitFunction, call, x, *parameters, *statistics, *weights, bits)
     return y if added_last is None else y + added_last, statistics, fixed

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from preact_kernels.conversion import recomputation, user_modules
+from preact_kernels.conversion.policy import POLICIES, Product
 from tests.convert import random_model_parts
 from tests.convert.trial import Subject, assert_alike
 
@@ -388,6 +389,62 @@ def test_long_skips_are_kept_if_they_take_work(monkeypatch):
 
     counts = counted_backward(forward, "checkpoint", layers=40)
     assert counts["convolution"] <= 44
+
+
+def test_what_many_results_read_is_kept():
+    """Each layer of a dense block reads the pooled image, which nothing saves."""
+
+    def forward(net, x):
+        pieces = [F.max_pool2d(x, 2)]
+        for i in range(3):
+            h = F.relu(net.wide_norms[i](torch.cat([*pieces, *[pieces[0]] * (3 - i)], 1)))
+            pieces.append(net.narrow[i](h).cumsum(2))
+        return torch.cat(pieces, 1)
+
+    assert counted_backward(forward, "rebuild")["max_pool2d_with_indices"] <= 1
+    assert counted_backward(forward, "checkpoint")["max_pool2d_with_indices"] <= 1
+
+
+@pytest.mark.parametrize(("memory", "runs"), [("rebuild", 0), ("checkpoint", 2)])
+@pytest.mark.parametrize("groups", [2, C])
+def test_convolutions_in_groups_run_once_with_rebuild(memory, runs, groups):
+    def forward(net, x):
+        weights = [conv.weight[:, : C // groups] for conv in net.convs]
+        for i in range(2):
+            x = net.norms[i](F.conv2d(F.hardswish(x), weights[i], groups=groups))
+        return F.hardswish(x)
+
+    stem = 1  # a convolution of few channels
+    assert counted_backward(forward, memory)["convolution"] == stem + runs
+
+
+@pytest.mark.parametrize(("memory", "is_kept"), [("rebuild", True), ("checkpoint", False)])
+def test_small_tensors_are_kept_with_rebuild(monkeypatch, memory, is_kept):
+    """To compute one again takes longer in Python than in its kernel."""
+
+    def forward(net, x):
+        x = F.hardswish(x)
+        x = F.avg_pool2d(x, 8)
+        for i in range(3):
+            x = F.hardswish(net.norms[i](x) * 2)
+        return x
+
+    def saved_bytes():
+        net = pk.convert(Net(forward), memory=memory)
+        return pk.saved_bytes(net, torch.randn(2, C, 64, 64))
+
+    small = 2 * C * 8 * 8 * 4
+    found = saved_bytes()
+    monkeypatch.setitem(POLICIES, memory, POLICIES[memory]._replace(least=0.0))
+    kept = found - saved_bytes()
+    assert kept >= 3 * small if is_kept else kept == 0
+
+
+def test_convolutions_of_few_channels_run_again_in_3d():
+    work = 25.0
+    for dims, refused in ((2, True), (3, False)):
+        y = torch.empty(1, 24, *[4] * dims)
+        assert POLICIES["rebuild"].refuses(work * y.nbytes, y, Product(y.nbytes, False)) is refused
 
 
 @pytest.mark.parametrize("memory", MODES)

@@ -137,13 +137,13 @@ def test_norm_and_activation_before_other_functions():
 
 def test_inner_units_run_once_more(monkeypatch):
     calls = []
-    run = node.UnitFunction.forward
+    run = node.UnitCall.result
 
-    def counted(ctx, call, *tensors):
-        calls.append(tensors[5].data_ptr())
-        return run(ctx, call, *tensors)
+    def counted(call, x, norm, conv_weight, *rest):
+        calls.append(conv_weight.data_ptr())
+        return run(call, x, norm, conv_weight, *rest)
 
-    monkeypatch.setattr(node.UnitFunction, "forward", counted)
+    monkeypatch.setattr(node.UnitCall, "result", counted)
     network = converted(Network(group_norm, units=3, drops=(0.0, 0.0)), "checkpoint")
     trained(network, torch.randn(2, CHANNELS, 8, 8))
     convs = [conv for block in network.blocks for conv in block.convs]
