@@ -97,7 +97,7 @@ class Value:
         work: work to compute it from saved values.
         repeated: the part of it that a backward does again for its readers, but the first ones.
         is_dropped: whether it is saved, and not kept.
-        chain: dropped values to compute before it.
+        held: bytes of the dropped values to compute before it, when it was dropped.
         unsaved: values to keep only for this one, in order.
         sources: kept values that it is computed from.
         reads: saved tensors that are computed from this kept value.
@@ -115,7 +115,7 @@ class Value:
         self.is_dropped = self.is_source = False
         self.positions: tuple[int, ...] = ()
         self.work = self.repeated = 0.0
-        self.chain: frozenset[Value] = frozenset()
+        self.held = 0
         self.unsaved: tuple[Value, ...] = ()
         self.sources: frozenset[Value] = frozenset()
         self.reads = self.uses = 0
@@ -128,7 +128,7 @@ class Value:
     def keep(self, hooks: Any) -> None:
         """Keeps `tensor`, as the program's hooks of saved tensors pack it."""
         self.recipe, self.is_dropped = None, False
-        self.chain, self.sources, self.unsaved = frozenset(), frozenset(), ()
+        self.sources, self.unsaved = frozenset(), ()
         if hooks is not None and self.tensor is not None:
             self.packed, self.tensor = hooks[0](self.tensor), None
 
@@ -318,7 +318,6 @@ class Recomputation:
         sources = frozenset(p.value for p in parts if p.value.recipe is None)
         unsaved = [p.value for p in parts if p.value in sources and not p.value.is_kept]
         value = Value(key, self._geometry(result), result, None) if found is None else found
-        chain: frozenset[Value] = frozenset()
         for part, t in zip(parts, inputs, strict=True):
             v = part.value
             if v.recipe is not None:
@@ -326,17 +325,14 @@ class Recomputation:
             if v.recipe is None:
                 sources |= {v}
                 continue
-            chain = chain | v.chain if chain else v.chain
             sources = sources | v.sources if sources else v.sources
-            if v.is_dropped:
-                chain |= {v}
-            else:
+            if not v.is_dropped:
                 unsaved, work = [*unsaved, *(u for u in v.unsaved if not u.is_kept)], work + v.work
         unsaved = list(dict.fromkeys(unsaved))
         is_large = 2 * sum(v.nbytes for v in unsaved) > value.nbytes and not is_twin
         if is_large or any(map(self._is_exposed, unsaved)):
             return False
-        value.work, value.chain, value.unsaved, value.sources = work, chain, tuple(unsaved), sources
+        value.work, value.unsaved, value.sources = work, tuple(unsaved), sources
         for v in sources:
             v.is_source = True
             self._read.add(v.key[0])
@@ -432,8 +428,8 @@ class Recomputation:
         if any(v.has_changed for v in unsaved):
             return False
         saved = value.nbytes - sum(v.nbytes for v in unsaved)
-        held = sum(v.nbytes for v in value.chain)
-        return policy.drops(value.nbytes, saved, value.work, held, self._largest)
+        value.held = sum([v.nbytes for v in _dropped_before(value)])
+        return policy.drops(value.nbytes, saved, value.work, value.held, self._largest)
 
     def finish(self) -> None:
         """Forgets values that nothing saved, and copies what the program still holds."""
@@ -480,8 +476,8 @@ class Recomputation:
         if value.is_dropped:
             since = self._position - value.positions[-1]
             if since > 4 * _WINDOW * value.nbytes:
-                work = value.work + sum([v.work for v in value.chain])
-            if since > _WINDOW * _bytes(value):
+                work = value.work + sum([v.work for v in _dropped_before(value)])
+            if since > _WINDOW * (value.nbytes + value.held):
                 value.repeated += value.work
                 work = max(work, value.repeated)
         elif value.uses:
@@ -531,7 +527,7 @@ class Recomputation:
             t = own.values.get(value)
             if t is None:
                 t = self._computed(value, saved.position, own)
-            if not own.reads_soon(value, saved.position - _WINDOW * _bytes(value)):
+            if not own.reads_soon(value, saved.position - _WINDOW * (value.nbytes + value.held)):
                 if value.recipe is not None:
                     own.values.pop(value, None)
             elif torch_compat.is_in_backward():
@@ -570,7 +566,7 @@ class Recomputation:
             return self._kept(target, own)
         order = _order(target, own)
         uses = Counter(p.value for v in order for p in cast(Recipe, v.recipe).inputs)
-        first = position - _WINDOW * _bytes(target)
+        first = position - _WINDOW * (target.nbytes + target.held)
         # Hooks run any code, in the modes of the backward.
         values = {i: self._kept(i, own) for i in uses if i.recipe is None}
         modes = torch_compat.without_functorch_transforms(), torch_compat.disable_torch_function()
@@ -638,9 +634,17 @@ def _order(target: Value, own: _Pass) -> list[Value]:
     return [*order]
 
 
-def _bytes(value: Value) -> int:
-    """Bytes that a backward may hold for a value."""
-    return value.nbytes + sum(v.nbytes for v in value.chain)
+def _dropped_before(value: Value) -> list[Value]:
+    """The dropped values to compute before a value."""
+    found: dict[Value, None] = {}
+    waiting = [value]
+    while waiting:
+        for part in cast(Recipe, waiting.pop().recipe).inputs:
+            v = part.value
+            if v.recipe is not None and v not in found:
+                found[v] = None
+                waiting.append(v)
+    return [v for v in found if v.is_dropped]
 
 
 def _key(t: Tensor) -> Any:
