@@ -140,7 +140,8 @@ class MemoryPlan:
                 for o in self.network
             )
             lines.append(f"{'whole network':{width}} {'':>19}{cells}")
-        if self.chosen is not None and self.chosen not in self.network:
+        is_mixture = len({mode for _, mode in self.modules}) > 1
+        if self.chosen is not None and is_mixture:
             count = [m for _, m in self.modules].count(self.chosen.memory)
             title = f"first {count} of {len(self.modules)} modules"
             skipped = 13 * MEMORY_MODES.index(self.chosen.memory)

@@ -155,12 +155,13 @@ class _Execution:
                         y = self._result(step, inputs)
                 else:
                     recomputation = self._region.recomputation
-                    first = FirstRun(recomputation.sees_nodes())
+                    first = FirstRun(recomputation.may_hide_nodes())
                     with kept, self._region.saving():
                         y = self._result(step, inputs, first)
-                    recomputation.save(first.node, first.saved)
+                    seen = recomputation.see(first.saved)
                     self._remember(policy, step, inputs, y, first)
-                    recomputation.settle(policy)
+                    recomputation.settle(policy, first.node, seen)
+                    del first, seen
                 self._values[step.end] = y
                 for node in step.nodes:
                     node.is_done = True
@@ -238,14 +239,14 @@ class _Execution:
     ) -> None:
         """Lets the backward compute `y` again instead of saving it."""
         work, product = work_of(inputs, y, _weight(step))
-        if not y.requires_grad or policy.refuses(work, y, product):
-            return
         recomputation, node = self._region.recomputation, step.end
+        if not y.requires_grad or recomputation.refuses(policy, work, y, product):
+            return
         call: Any = None
         in_place: Any = None
         if step.name:
             call, constants = _run_again(first, y, recomputation)
-        elif not step.name and not _is_unsafe(node):
+        elif not _is_unsafe(node):
             call, constants = _call_again(node, node.inputs[len(inputs) :], recomputation)
             in_place = _in_place(node, inputs)
         if call is not None:

@@ -26,6 +26,8 @@ class Policy(NamedTuple):
         repeats_grouped: whether convolutions in groups run again, which take long for their work.
         least: values with fewer bytes than this share of the largest value so far are kept, if
             to compute one again takes longer in Python than in its kernel.
+        costly: values of more work are kept while there is room.
+        spare: the room, as a share of the bytes saved so far: what is kept, and what is not.
     """
 
     work: float
@@ -34,24 +36,32 @@ class Policy(NamedTuple):
     span: float
     repeats_grouped: bool
     least: float
+    costly: float
+    spare: float
 
     def is_negligible(self, size: int, largest: int) -> bool:
         """Whether a value has too few bytes to be computed again; for `largest` see `drops`."""
         return size < min(self.least * largest, _MOST_NEGLIGIBLE_BYTES)
 
-    def refuses(self, work: float, result: Tensor, product: "Product | None") -> bool:
+    def refuses(
+        self, work: float, result: Tensor, product: "Product | None", kept: int, saved: int
+    ) -> bool:
         """Whether an operation takes too much work to be repeated.
 
         Args:
             work: its work, in bytes moved.
             result: its result.
             product: describes it, if it is a convolution or a linear layer.
+            kept: bytes kept so far.
+            saved: bytes saved so far, kept or not.
         """
         most, size = self.work_of_volumes if result.dim() == 5 else self.work, result.nbytes
         if product is not None:
             if product.is_grouped and not self.repeats_grouped:
                 return True
             most = self.widening if size >= 2 * product.read else most
+        if kept < self.spare * saved:
+            most = min(most, self.costly)
         return work > most * size
 
     def drops(self, size: int, saved: int, work: float, held: int, largest: int) -> bool:
@@ -65,7 +75,9 @@ class Policy(NamedTuple):
             largest: bytes of the largest value so far.
         """
         is_less = 2 * saved >= size and work <= self.widening * saved
-        return is_less and held + size <= self.span * largest
+        # Rather a narrow value ends a segment than a wide one.
+        most = self.span * largest if 4 * size > largest else self.span * largest / 2
+        return is_less and held + size <= most
 
 
 class Product(NamedTuple):
@@ -77,8 +89,26 @@ class Product(NamedTuple):
 
 _ANY = float("inf")
 POLICIES: dict[str, Policy] = {
-    "rebuild": Policy(20.0, 30.0, widening=40.0, span=4.0, repeats_grouped=False, least=1 / 32),
-    "checkpoint": Policy(_ANY, _ANY, widening=_ANY, span=8.0, repeats_grouped=True, least=0.0),
+    "rebuild": Policy(
+        work=20.0,
+        work_of_volumes=30.0,
+        widening=40.0,
+        span=4.0,
+        repeats_grouped=False,
+        least=1 / 32,
+        costly=_ANY,
+        spare=0.0,
+    ),
+    "checkpoint": Policy(
+        work=_ANY,
+        work_of_volumes=_ANY,
+        widening=_ANY,
+        span=8.0,
+        repeats_grouped=True,
+        least=0.0,
+        costly=60.0,
+        spare=1 / 8,
+    ),
 }
 
 
@@ -99,7 +129,8 @@ def work_of(
     x = inputs[0]
     products = (x if is_transposed else result).numel() * math.prod(weight.shape[1:])
     per_byte = _OPERATIONS_PER_BYTE.get(x.device.type, _OPERATIONS_PER_BYTE_OF_GPU)
-    channels = result.shape[1] if is_transposed else x.shape[1]
+    image = result if is_transposed else x
+    channels = image.shape[image.dim() - weight.dim() + 1]  # also without a batch axis
     is_grouped = weight.dim() > 2 and weight.shape[1] != channels
     product = Product(x.nbytes, is_grouped)
     return moved + 2 * products / per_byte, product

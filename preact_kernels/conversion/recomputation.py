@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from preact_kernels import torch_compat
 from preact_kernels.conversion.containers import mapped
 from preact_kernels.conversion.context import Context
-from preact_kernels.conversion.policy import Policy
+from preact_kernels.conversion.policy import Policy, Product
 from preact_kernels.torch_compat import FakeTensor
 
 _MOST_BYTES_OF_VECTORS = 2**18
@@ -84,7 +84,8 @@ class Value:
     """The contents of a storage at one version.
 
     Attributes:
-        key: id of the storage, and dtype; see `Recomputation`.
+        key: id of the storage, and dtype; for a part of a storage that the program's hooks pack
+            alone, also its geometry.
         storage: a reference that keeps the id of the storage from being used again.
         version: version of the tensors of the storage.
         geometry: what `tensor` shows.
@@ -95,7 +96,7 @@ class Value:
         recipe: how to compute it again; None: it is kept.
         positions: for each saved tensor, in order, the bytes that were saved before.
         work: work to compute it from saved values.
-        repeated: the part of it that a backward does again for its readers, but the first ones.
+        repeated: work to compute it again for later readers.
         is_dropped: whether it is saved, and not kept.
         held: bytes of the dropped values to compute before it, when it was dropped.
         unsaved: values to keep only for this one, in order.
@@ -193,8 +194,8 @@ class _Pass:
 
     Attributes:
         values: by value.
-        read: how many saved tensors it has read, by value, and for kept values also how many that
-            are computed from it.
+        read: how many saved tensors it has read, by value, and for values that hooks packed also
+            how many that are computed from it; without values that it does not read again.
     """
 
     def __init__(self) -> None:
@@ -224,7 +225,7 @@ class Recomputation:
         self._known: dict[Any, weakref.ref[Value]] = {}
         self._fresh: dict[Any, Value] = {}
         self._undecided: list[Value] = []  # saved by the current operation for the first time
-        self._of_nodes: list[tuple[Any, int, _Saved]] = []  # given to `save`
+        self._nodes: list[weakref.ref] = []  # hidden nodes that keep values
         self._holding: list[Value] = []  # those of `_fresh` that hold unsaved values
         # Values that are kept for others alone, and storages that code outside may change.
         self._extra: weakref.WeakSet[Value] = weakref.WeakSet()
@@ -232,7 +233,9 @@ class Recomputation:
         self._geometries: dict[Geometry, Geometry] = {}
         self._read: set[int] = set()  # ids of storages that recipes read, or have read
         self.work = 0.0
-        self._position = self._largest = 0
+        # Bytes of the values saved so far, of the largest, and of those that are kept.
+        self._position = self._largest = self._kept_bytes = 0
+        self._operation = 0  # `_position` when the current operation began
         self._context: Context | None = None
         self._passes: dict[int, _Pass] = {}
         self._lock = threading.RLock()
@@ -246,21 +249,21 @@ class Recomputation:
         """Hooks of saved tensors for each operation; call `settle` after it."""
         return self._pack, _unpacked
 
-    def sees_nodes(self) -> bool:
-        """Whether `save` may replace `hooks`: the program has no hooks of its own."""
+    def may_hide_nodes(self) -> bool:
+        """Whether a node may save tensors without hooks: the program has no hooks of its own."""
         return self._hooks is None and torch_compat.top_saved_tensor_hooks() is None
 
-    def save(self, node: Any, tensors: Iterable[tuple[int, Tensor]]) -> None:
-        """Replaces what a node saved without hooks; `settle` does it.
+    def see(self, tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[int, "_Saved"]]:
+        """Takes note of what the hidden node of a custom function saved.
 
         Args:
-            node: the node of a custom function; None: nothing.
-            tensors: what it saved, by the index in its saved tensors; other tensors are kept.
+            tensors: tensors by their index among the node's saved tensors; others are kept.
+
+        Returns:
+            What `settle` is to replace.
         """
-        for index, t in tensors:
-            saved = self._pack(t)
-            if type(saved) is _Saved:
-                self._of_nodes.append((node, index, saved))
+        packed = [(index, self._pack(t)) for index, t in tensors]
+        return [(index, saved) for index, saved in packed if type(saved) is _Saved]
 
     def context(self, device: torch.device) -> Context:
         """The current modes for tensors on a device."""
@@ -268,6 +271,10 @@ class Recomputation:
         if context is None or context.device != device or not context.is_current():
             context = self._context = Context.current(device)
         return context
+
+    def refuses(self, policy: Policy, work: float, result: Tensor, product: Product | None) -> bool:
+        """Whether an operation takes too much work to be repeated; see `Policy.refuses`."""
+        return policy.refuses(work, result, product, self._kept_bytes, self._position)
 
     def add(
         self,
@@ -316,7 +323,11 @@ class Recomputation:
             for t, k in zip(inputs, keys, strict=True)
         ]
         sources = frozenset(p.value for p in parts if p.value.recipe is None)
-        unsaved = [p.value for p in parts if p.value in sources and not p.value.is_kept]
+        unsaved = [
+            p.value
+            for p, t in zip(parts, inputs, strict=True)
+            if p.value in sources and not p.value.is_kept and type(t) is not Parameter
+        ]
         value = Value(key, self._geometry(result), result, None) if found is None else found
         for part, t in zip(parts, inputs, strict=True):
             v = part.value
@@ -382,15 +393,27 @@ class Recomputation:
         t = value.tensor
         return t is not None and torch_compat.storage_id(t) in self._exposed
 
-    def settle(self, policy: Policy) -> None:
-        """Decides which values that the last operation saved are kept."""
+    def settle(
+        self, policy: Policy, node: Any = None, seen: Sequence[tuple[int, _Saved]] = ()
+    ) -> None:
+        """Decides which values that the last operation saved are kept.
+
+        Args:
+            policy: decides.
+            node: the hidden node of the operation.
+            seen: what `see` returned for it.
+        """
         self._decide(policy, self._undecided)
-        for node, index, saved in self._of_nodes:
+        self._operation = self._position
+        kept = []
+        for index, saved in seen:
             if saved.value.recipe is not None:
                 torch_compat.set_hooks_of_saved_tensor(node, index, saved.replace, _unpacked)
             else:
-                node.preact_values = (*getattr(node, "preact_values", ()), saved.value)
-        self._of_nodes.clear()
+                kept.append(saved.value)
+        if kept:  # later operations find the values as long as the node is alive
+            node.preact_values = kept
+            self._nodes.append(weakref.ref(node))
         for value in self._holding:
             if value.storage.expired():
                 self._fresh.pop(value.key, None)
@@ -404,17 +427,11 @@ class Recomputation:
         for value in values:
             if value.recipe is None or not self._is_worth_it(policy, value):
                 value.keep(self._hooks)
+                self._kept_bytes += value.nbytes
                 continue
             for v in value.unsaved:
                 if not v.is_kept:
-                    if self._hooks is not None:  # they may not copy it
-                        version = v.version
-                        v.copy(cast(Tensor, v.tensor))
-                        v.version = (
-                            version  # that of the program's tensor, so that `_find` finds it
-                        )
-                    v.keep(self._hooks)
-                    self._extra.add(v)
+                    self._keep_for_others(v)
             value.tensor, value.is_dropped, value.unsaved = None, True, ()
             self.work += value.work
             for v in value.sources:
@@ -422,6 +439,18 @@ class Recomputation:
             for part in value.recipe.inputs:
                 part.value.uses += 1
         self._undecided = [v for v in self._undecided if v not in values]
+
+    def _keep_for_others(self, value: Value) -> None:
+        """Keeps a value that autograd does not save, and that the program may change."""
+        if self._hooks is not None:  # they may not copy it
+            version = value.version
+            value.copy(cast(Tensor, value.tensor))
+            value.version = version  # that of the program's tensor, so that `_find` finds it
+        value.keep(self._hooks)
+        value.is_source = True
+        self._read.add(value.key[0])
+        self._kept_bytes += value.nbytes
+        self._extra.add(value)
 
     def _is_worth_it(self, policy: Policy, value: Value) -> bool:
         unsaved = [v for v in value.unsaved if not v.is_kept]
@@ -433,8 +462,11 @@ class Recomputation:
 
     def finish(self) -> None:
         """Forgets values that nothing saved, and copies what the program still holds."""
+        for reference in self._nodes:
+            if (node := reference()) is not None:
+                del node.preact_values
         own = self._fresh, self._known, self._holding, self._exposed, self._read, self._geometries
-        for found in own:
+        for found in (*own, self._nodes):
             found.clear()
         for value in list(self._extra):
             if value.tensor is not None and torch_compat.is_shared(value.tensor):
@@ -474,7 +506,7 @@ class Recomputation:
         """
         work = 0.0
         if value.is_dropped:
-            since = self._position - value.positions[-1]
+            since = self._operation - value.positions[-1]
             if since > 4 * _WINDOW * value.nbytes:
                 work = value.work + sum([v.work for v in _dropped_before(value)])
             if since > _WINDOW * (value.nbytes + value.held):
@@ -488,7 +520,11 @@ class Recomputation:
             for v in value.sources if value.is_dropped else ():
                 v.reads -= len(value.positions)
             value.reads += value.uses
-            value.keep(self._hooks)
+            if value.positions:
+                value.keep(self._hooks)
+                self._kept_bytes += value.nbytes
+            else:
+                self._keep_for_others(value)
             self._fresh.pop(value.key, None)
             self._known[value.key] = weakref.ref(value)
 
@@ -523,7 +559,7 @@ class Recomputation:
         with self._lock:
             own = self._pass()
             own.read[value] += 1
-            sources = value.sources
+            unpacked = value.sources if self._hooks is not None else ()
             t = own.values.get(value)
             if t is None:
                 t = self._computed(value, saved.position, own)
@@ -532,10 +568,11 @@ class Recomputation:
                     own.values.pop(value, None)
             elif torch_compat.is_in_backward():
                 own.values[value] = t
-            own.read.update(sources)
-            for v in (value, *sources):
+            own.read.update(unpacked)
+            for v in (value, *unpacked):
                 if own.read[v] >= len(v.positions) + v.reads:
                     own.values.pop(v, None)
+                    del own.read[v]  # it holds the tensors that the value is computed from
             return value.shown(t, saved.geometry)
 
     def _pass(self) -> _Pass:

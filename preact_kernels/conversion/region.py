@@ -428,7 +428,7 @@ class Region(TorchFunctionMode):
         if not self.tensor_types.issuperset(map(type, found)):
             return
         work, product = repeatable.work(func, found, result)
-        if policy.refuses(work, result, product):
+        if self.recomputation.refuses(policy, work, result, product):
             return
         are_constants = [repeatable.is_constant(t) for t in found]
         inputs = [t for t, c in zip(found, are_constants, strict=True) if not c]

@@ -106,6 +106,15 @@ class UnitFunction(torch.autograd.Function):
         return call.result(x, call.norm(weight, bias, mean, var), *of_conv)
 
     @staticmethod
+    def described(call, y, x, weight, bias, mean, var, *of_conv):
+        """The tensors of `Rerun`, the residual, and what `FirstRun.saved` lists."""
+        conv_weight, conv_bias, residual, bits = of_conv or (None,) * 4
+        saved = [(0, x)]
+        if conv_weight is not None and type(conv_weight) is not torch.nn.Parameter:
+            saved.append((5, conv_weight))
+        return (weight, bias, mean, var, conv_weight, conv_bias, bits), residual, saved
+
+    @staticmethod
     def backward(ctx, dy):
         if dy is None:  # in the double backward of a convolution
             return (None,) * 10
@@ -134,6 +143,12 @@ class SumFunction(torch.autograd.Function):
         activated = (y,) if call.unit.activation == RELU else ()
         ctx.save_for_backward(x, weight, bias, mean, var, *activated)
         return y
+
+    @staticmethod
+    def described(call, y, x, weight, bias, mean, var, residual):
+        """See `UnitFunction.described`."""
+        saved = [(0, x), (5, y)] if call.unit.activation == RELU else [(0, x)]
+        return (weight, bias, mean, var, None, None, None), residual, saved
 
     @staticmethod
     def backward(ctx, dy):
@@ -274,7 +289,8 @@ class FirstRun:
 
     Attributes:
         node: the unit's node, if it was hidden.
-        saved: the tensors as large as an image that it saves, by their index in its saved tensors.
+        saved: what this node saves of images and computed weights, each with its index among the
+            saved tensors.
     """
 
     def __init__(self, is_hidden: bool) -> None:
@@ -290,19 +306,11 @@ class FirstRun:
                 y = function.apply(call, x, *tensors)
         else:
             y = function.apply(call, x, *tensors)
-        of_norm, others = tensors[:4], tensors[4:]
-        is_sum = function is SumFunction
-        of_conv = (None, None, *others, None) if is_sum else others or (None,) * 4
-        conv_weight, conv_bias, residual, bits = of_conv
+        own, residual, saved = function.described(call, y, x, *tensors)
         residual_dtype = None if residual is None else residual.dtype
-        own = *of_norm, conv_weight, conv_bias, bits
         self._applied = y, Rerun(call, x.dtype, residual_dtype, own)
         if self.is_hidden and y.grad_fn is not None:
-            self.node, self.saved = y.grad_fn, [(0, x)]
-            if is_sum and call.unit.activation == RELU:
-                self.saved.append((5, y))
-            if conv_weight is not None and type(conv_weight) is not torch.nn.Parameter:
-                self.saved.append((5, conv_weight))
+            self.node, self.saved = y.grad_fn, saved
         return y
 
     def rerun(self, y: Tensor) -> "Rerun | None":

@@ -440,11 +440,27 @@ def test_small_tensors_are_kept_with_rebuild(monkeypatch, memory, is_kept):
     assert kept >= 3 * small if is_kept else kept == 0
 
 
+def test_costly_results_are_kept_while_there_is_room(monkeypatch):
+    def forward(net, x):
+        for i in range(8):
+            x = F.relu(net.norms[i](net.convs[i](x)))
+        return x
+
+    def run_again(spare):
+        changed = POLICIES["checkpoint"]._replace(costly=6.0, spare=spare)
+        monkeypatch.setitem(POLICIES, "checkpoint", changed)
+        return counted_backward(forward, "checkpoint", layers=8)["convolution"]
+
+    most, some, none = map(run_again, (0.0, 0.5, 1.0))
+    assert most >= 7 > some > none == 0
+
+
 def test_convolutions_of_few_channels_run_again_in_3d():
     work = 25.0
     for dims, refused in ((2, True), (3, False)):
         y = torch.empty(1, 24, *[4] * dims)
-        assert POLICIES["rebuild"].refuses(work * y.nbytes, y, Product(y.nbytes, False)) is refused
+        found = POLICIES["rebuild"].refuses(work * y.nbytes, y, Product(y.nbytes, False), 0, 0)
+        assert found is refused
 
 
 @pytest.mark.parametrize("memory", MODES)
