@@ -18,16 +18,16 @@ class Policy(NamedTuple):
 
     Attributes:
         work: most work to compute a value again.
-        work_of_volumes: the same in 3-D, where most bytes are in layers of few channels, whose
-            convolutions take little time of a step.
+        work_of_volumes: the same for 3-D convolutions. There most bytes are in layers of few
+            channels, whose convolutions take a small part of the time of a step.
         widening: the same, for convolutions that write at least twice the bytes that they read.
         span: most bytes that a backward holds to compute a value again, as a multiple of the bytes
             of the largest value saved so far.
         repeats_grouped: whether convolutions in groups run again, which take long for their work.
-        least: values with fewer bytes than this share of the largest value so far are kept, if
-            to compute one again takes longer in Python than in its kernel.
-        costly: values of more work are kept while there is room.
-        spare: the room, as a share of the bytes saved so far: what is kept, and what is not.
+        least: values with fewer bytes than this share of the largest value so far, and than
+            `_MOST_NEGLIGIBLE_BYTES`, are kept.
+        costly: values of more work are kept while there is room for them.
+        spare: the room: the most bytes that are kept, as a share of those saved, kept or not.
     """
 
     work: float
@@ -55,8 +55,9 @@ class Policy(NamedTuple):
             kept: bytes kept so far.
             saved: bytes saved so far, kept or not.
         """
-        most, size = self.work_of_volumes if result.dim() == 5 else self.work, result.nbytes
+        most, size = self.work, result.nbytes
         if product is not None:
+            most = self.work_of_volumes if product.dims == 3 else most
             if product.is_grouped and not self.repeats_grouped:
                 return True
             most = self.widening if size >= 2 * product.read else most
@@ -81,10 +82,17 @@ class Policy(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A convolution or a linear layer: the bytes that it reads, and whether it is in groups."""
+    """A convolution or a linear layer.
+
+    Attributes:
+        read: bytes of its input.
+        is_grouped: whether it is a convolution in groups.
+        dims: axes of its kernel; 0: a linear layer.
+    """
 
     read: int
     is_grouped: bool
+    dims: int
 
 
 _ANY = float("inf")
@@ -132,5 +140,5 @@ def work_of(
     image = result if is_transposed else x
     channels = image.shape[image.dim() - weight.dim() + 1]  # also without a batch axis
     is_grouped = weight.dim() > 2 and weight.shape[1] != channels
-    product = Product(x.nbytes, is_grouped)
+    product = Product(x.nbytes, is_grouped, weight.dim() - 2)
     return moved + 2 * products / per_byte, product

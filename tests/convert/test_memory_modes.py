@@ -459,7 +459,8 @@ def test_convolutions_of_few_channels_run_again_in_3d():
     work = 25.0
     for dims, refused in ((2, True), (3, False)):
         y = torch.empty(1, 24, *[4] * dims)
-        found = POLICIES["rebuild"].refuses(work * y.nbytes, y, Product(y.nbytes, False), 0, 0)
+        product = Product(y.nbytes, False, dims)
+        found = POLICIES["rebuild"].refuses(work * y.nbytes, y, product, 0, 0)
         assert found is refused
 
 
