@@ -158,10 +158,10 @@ class _Execution:
                     first = FirstRun(recomputation.may_hide_nodes())
                     with kept, self._region.saving():
                         y = self._result(step, inputs, first)
-                    seen = recomputation.see(first.saved)
+                    recorded = recomputation.record_saved(first.saved)
                     self._remember(policy, step, inputs, y, first)
-                    recomputation.settle(policy, first.node, seen)
-                    del first, seen
+                    recomputation.settle(policy, first.node, recorded)
+                    del first, recorded
                 self._values[step.end] = y
                 for node in step.nodes:
                     node.is_done = True
@@ -247,7 +247,7 @@ class _Execution:
         if step.name:
             call, constants = _run_again(first, y, recomputation)
         elif not _is_unsafe(node):
-            call, constants = _call_again(node, node.inputs[len(inputs) :], recomputation)
+            call, constants = _call_again(node, inputs, recomputation)
             in_place = _in_place(node, inputs)
         if call is not None:
             rest = constants, node.context, work, in_place
@@ -331,11 +331,13 @@ def _run_again(
 
 
 def _call_again(
-    node: Node, others: Sequence[Any], recomputation: Recomputation
+    node: Node, inputs: Sequence[Tensor], recomputation: Recomputation
 ) -> tuple[Callable[..., Tensor] | None, list[Tensor]]:
     """Returns a function that computes a node again, and what it reads besides its inputs."""
     run, settings = node.operation.run, node.settings
-    rest = [recomputation.constant(t) for t in others]
+    others: Sequence[Any] = node.inputs[len(inputs) :]
+    has_weight = node.operation is CONV and inputs[0].requires_grad
+    rest = [recomputation.constant(t, has_weight and t is others[0]) for t in others]
     if node.operation is NORM:
         if settings.norm.process_group:
             return None, rest

@@ -27,7 +27,7 @@ class Policy(NamedTuple):
         least: values with fewer bytes than this share of the largest value so far, and than
             `_MOST_NEGLIGIBLE_BYTES`, are kept.
         costly: values of more work are kept while there is room for them.
-        spare: the room: the most bytes that are kept, as a share of those saved, kept or not.
+        spare: there is room while less than this share of the bytes saved so far is kept.
     """
 
     work: float
@@ -70,13 +70,13 @@ class Policy(NamedTuple):
 
         Args:
             size: its bytes.
-            saved: the same, without those to keep for it alone.
+            saved: the same, without the bytes of tensors to keep only in order to compute it.
             work: work to compute it from what is saved.
             held: bytes of the values that the backward computes before it.
             largest: bytes of the largest value so far.
         """
         is_less = 2 * saved >= size and work <= self.widening * saved
-        # Rather a narrow value ends a segment than a wide one.
+        # Prefer to end a segment at a value of few channels.
         most = self.span * largest if 4 * size > largest else self.span * largest / 2
         return is_less and held + size <= most
 

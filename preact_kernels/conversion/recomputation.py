@@ -98,7 +98,7 @@ class Value:
         work: work to compute it from saved values.
         repeated: work to compute it again for later readers.
         is_dropped: whether it is saved, and not kept.
-        held: bytes of the dropped values to compute before it, when it was dropped.
+        held: bytes of the dropped values to compute before it, when it was decided.
         unsaved: values to keep only for this one, in order.
         sources: kept values that it is computed from.
         reads: saved tensors that are computed from this kept value.
@@ -253,8 +253,8 @@ class Recomputation:
         """Whether a node may save tensors without hooks: the program has no hooks of its own."""
         return self._hooks is None and torch_compat.top_saved_tensor_hooks() is None
 
-    def see(self, tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[int, "_Saved"]]:
-        """Takes note of what the hidden node of a custom function saved.
+    def record_saved(self, tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[int, "_Saved"]]:
+        """Treats what the hidden node of a custom function saved as what hooks see.
 
         Args:
             tensors: tensors by their index among the node's saved tensors; others are kept.
@@ -323,11 +323,7 @@ class Recomputation:
             for t, k in zip(inputs, keys, strict=True)
         ]
         sources = frozenset(p.value for p in parts if p.value.recipe is None)
-        unsaved = [
-            p.value
-            for p, t in zip(parts, inputs, strict=True)
-            if p.value in sources and not p.value.is_kept and type(t) is not Parameter
-        ]
+        unsaved = [p.value for p in parts if p.value in sources and not p.value.is_kept]
         value = Value(key, self._geometry(result), result, None) if found is None else found
         for part, t in zip(parts, inputs, strict=True):
             v = part.value
@@ -356,9 +352,15 @@ class Recomputation:
                 self._holding.append(value)
         return True
 
-    def constant(self, t: Tensor) -> Tensor:
-        """A tensor without its history; of a small one a copy, since it may change or be freed."""
-        return t.detach().clone() if is_small(t) else t.detach()
+    def constant(self, t: Tensor, is_saved: bool = False) -> Tensor:
+        """A tensor without its history; of a small one a copy, since it may change or be freed.
+
+        Args:
+            t: the tensor.
+            is_saved: whether autograd saves it, so that it may not change.
+        """
+        is_copied = is_small(t) and (self._frees_parameters or not is_saved)
+        return t.detach().clone() if is_copied else t.detach()
 
     def constants(self, given: Any) -> Any:
         """Applies `constant` to the tensors in a tuple if parameters may be freed."""
@@ -394,19 +396,19 @@ class Recomputation:
         return t is not None and torch_compat.storage_id(t) in self._exposed
 
     def settle(
-        self, policy: Policy, node: Any = None, seen: Sequence[tuple[int, _Saved]] = ()
+        self, policy: Policy, node: Any = None, recorded: Sequence[tuple[int, _Saved]] = ()
     ) -> None:
         """Decides which values that the last operation saved are kept.
 
         Args:
             policy: decides.
             node: the hidden node of the operation.
-            seen: what `see` returned for it.
+            recorded: what `record_saved` returned for it.
         """
         self._decide(policy, self._undecided)
         self._operation = self._position
         kept = []
-        for index, saved in seen:
+        for index, saved in recorded:
             if saved.value.recipe is not None:
                 torch_compat.set_hooks_of_saved_tensor(node, index, saved.replace, _unpacked)
             else:
@@ -427,7 +429,7 @@ class Recomputation:
         for value in values:
             if value.recipe is None or not self._is_worth_it(policy, value):
                 value.keep(self._hooks)
-                self._kept_bytes += value.nbytes
+                self._kept_bytes += value.nbytes if value not in self._extra else 0
                 continue
             for v in value.unsaved:
                 if not v.is_kept:
@@ -572,7 +574,7 @@ class Recomputation:
             for v in (value, *unpacked):
                 if own.read[v] >= len(v.positions) + v.reads:
                     own.values.pop(v, None)
-                    del own.read[v]  # it holds the tensors that the value is computed from
+                    del own.read[v]  # the key would keep tensors that the value is computed from
             return value.shown(t, saved.geometry)
 
     def _pass(self) -> _Pass:

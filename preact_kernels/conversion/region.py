@@ -435,7 +435,10 @@ class Region(TorchFunctionMode):
         if not inputs or not all(t.is_floating_point() for t in inputs):
             return
         constant = self.recomputation.constant
-        constants = [constant(t) for t, c in zip(found, are_constants, strict=True) if c]
+        weight = found[1] if product is not None and found[0].requires_grad else None
+        constants = [
+            constant(t, t is weight) for t, c in zip(found, are_constants, strict=True) if c
+        ]
 
         def call(*tensors: Tensor) -> Tensor:
             of_inputs, others = iter(tensors), iter(constants)

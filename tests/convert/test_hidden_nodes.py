@@ -164,18 +164,64 @@ def test_images_without_a_batch_axis():
     assert pk.saved_bytes(net, x[0]) <= pk.saved_bytes(net, x)
 
 
+class Added(nn.Module):
+    """A learned image that PyTorch does not save."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.own = forward
+        self.image, self.norm = nn.Parameter(torch.randn(2, C, 16, 16)), nn.BatchNorm2d(C)
+        self.conv = nn.Conv2d(C, C, 3, padding=1)
+
+    def forward(self, x):
+        return self.own(self, x)
+
+
 @pytest.mark.parametrize("memory", MODES)
-def test_functions_of_a_parameter(memory):
-    class Image(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.image, self.norm = nn.Parameter(torch.randn(2, C, 16, 16)), nn.BatchNorm2d(C)
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda net, x: net.conv(F.hardswish(net.norm(x) + net.image)),
+        lambda net, x: net.conv(F.relu(net.norm(x) + net.image)),
+    ],
+)
+def test_a_parameter_that_is_not_saved_may_change(memory, forward):
+    found = []
+    plain = Added(forward).double()
+    x = torch.randn(2, C, 16, 16).double()
+    for net in (plain, pk.convert(copy.deepcopy(plain), memory=memory)):
+        y = net(x)
+        with torch.no_grad():
+            net.image.add_(1)
+        y.sin().sum().backward()
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)
 
-        def forward(self, x):
-            return x * F.hardswish(F.silu(self.norm(self.image)) * 2)
 
-    net = pk.convert(Image(), memory=memory)
-    assert pk.saved_bytes(net, torch.ones(1)) <= 0.1 * net.image.nbytes
+@pytest.mark.parametrize("memory", MODES)
+def test_weights_are_not_copied(memory):
+    """Weights of 1x1 convolutions are as small as vectors per image."""
+
+    def forward(net, x):
+        for norm, conv in zip(net.wide_norms, net.square, strict=True):
+            x = x + F.silu(norm(conv(x)))
+        return x
+
+    def functional(net, x):
+        for conv in net.square:
+            x = F.silu(F.conv2d(F.silu(x), conv.weight) * 2)
+        return x
+
+    for own in (forward, functional):
+        net = Net(own)
+        net.stem = nn.Conv2d(C, 4 * C, 1)
+        net.square = nn.ModuleList(nn.Conv2d(4 * C, 4 * C, 1) for _ in range(4))
+        pk.convert(net, memory=memory)
+        x = torch.randn(2, C, 4, 4)
+        kept = pk.saved_bytes(net, x)
+        with Alive(x, *net.parameters(), *net.buffers()) as alive:
+            y = net(x)
+        assert alive.bytes() <= kept + y.nbytes + 4096
 
 
 @pytest.mark.parametrize("memory", MODES)
