@@ -55,10 +55,6 @@ class Part(NamedTuple):
         is_alike = self.geometry == v.geometry and v.geometry[:2] == result.geometry[:2]
         return is_alike and v.recipe is not None and not v.positions
 
-    def shown(self, whole: Tensor) -> Tensor:
-        """The part of a tensor with the contents of the value."""
-        return self.value.shown(whole, self.geometry)
-
 
 class Recipe(NamedTuple):
     """How to compute a value again.
@@ -622,7 +618,8 @@ class Recomputation:
                 inputs = []
                 for part in recipe.inputs:
                     i = part.value
-                    inputs.append(part.shown(values[i] if i in values else own.values[i]))
+                    computed = values if i in values else own.values
+                    inputs.append(i.shown(computed[i], part.geometry))
                 call = recipe.call
                 first_input = recipe.inputs[0]
                 is_last_use = first_input.value in values and uses[first_input.value] == 1

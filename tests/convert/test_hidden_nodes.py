@@ -13,6 +13,7 @@ import preact_kernels as pk
 from preact_kernels.conversion import execution, recomputation
 from preact_kernels.conversion.policy import POLICIES
 from tests.convert.test_memory_modes import MODES, Alive, C, Net, counted_backward, images
+from tests.convert.test_recomputation import assert_equal
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -43,10 +44,6 @@ def converted(forward, memory="rebuild"):
 
 def gradients(net):
     return [p.grad for p in net.parameters()]
-
-
-def assert_equal(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("forward", [units, post_activation])
