@@ -51,7 +51,7 @@ def saved_storages(
         if key not in state:
             _, parts = saved.setdefault(key, (t.untyped_storage(), {}))
             parts[t.storage_offset(), t.shape, t.stride()] = t.numel() * t.element_size()
-        return t
+        return t.detach()  # a node that held its own result would never be freed
 
     buffers = [(b, b.clone()) for b in model.buffers()]
     devices = [x.device] if x.is_cuda else []

@@ -311,6 +311,13 @@ def test_what_is_not_kept_is_freed(name):
         assert alive.bytes() == 0
 
 
+def test_saved_bytes_leaves_nothing():
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Sigmoid()), torch.randn(2, 3, 8, 8)
+    with Alive(x, *net.parameters()) as alive:
+        assert pk.saved_bytes(net, x) > 0
+    assert alive.bytes() == 0
+
+
 @pytest.mark.parametrize("memory", MODES)
 def test_max_pooling_saves_no_indices(memory):
     dtypes = set()
