@@ -33,14 +33,14 @@ from preact_kernels.conversion.policy import POLICIES, Policy, work_of
 from preact_kernels.conversion.recomputation import Recomputation
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
-from preact_kernels.norms import GroupNorm, InstanceNorm, NormArguments
+from preact_kernels.norms import GroupNorm, NormArguments
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.node import FirstRun, run_unit
 from preact_kernels.ops.preact_stage import preact_stage
 
-# Strided 1x1 convolutions of channels_last tensors with fewer channels can corrupt memory on a CPU
-# (1, 3, 4 and 6 channels in torch 2.13).
+# The weight gradient of strided 1x1 convolutions of channels_last tensors with fewer channels can
+# corrupt memory on a CPU: https://github.com/uxlfoundation/oneDNN/issues/6035
 _FEW_CHANNELS = 16
 
 
@@ -177,12 +177,13 @@ class _Execution:
 
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
         t: Any = value.value if isinstance(value, Node) else value
+        in_nhwc = self._in_nhwc and (step.name != "" or not _is_unsafe(step.end))
         saves_input = not step.name and step.end.operation in (CONV, CALL)
-        if t is not None and saves_input and (value not in self._saved or _is_unsafe(step.end)):
+        if t is not None and saves_input and (value not in self._saved or not in_nhwc):
             return t  # a copy in NHWC would be saved, too
         if isinstance(value, Node):
             t = self._values.get(value, t)
-        if not self._in_nhwc or _is_nhwc(t):
+        if not in_nhwc or _is_nhwc(t):
             return t
         if value not in self._converted:
             self._converted[value] = self._copied(value, t)
@@ -218,8 +219,7 @@ class _Execution:
             return self._plain(step.end, inputs, first is not None)
         if not step.blocks:
             x, *residual = inputs
-            in_nhwc = self._in_nhwc or step.end.channels_last
-            given = step.units[0].arguments(x)
+            given, in_nhwc = step.units[0].arguments(x), self._is_nhwc_result(step)
             return run_unit(x, given, *residual, channels_last=in_nhwc, first=first)
         start = step.nodes[0]
         module = _module(start)
@@ -228,6 +228,18 @@ class _Execution:
         name = user_modules.memory_of(module, start.memory)
         self._saves_output = name != "store"
         return preact_stage(step.blocks, inputs[0], step.end.dtype, MemoryMode(name))
+
+    def _is_nhwc_result(self, step: Match) -> bool:
+        """Whether a unit writes its result in NHWC.
+
+        The ReLU of a sum saves its result: in the format of the tensor that the program holds,
+        unless fused operations save it, too.
+        """
+        end = step.end
+        if end.channels_last or not self._in_nhwc:
+            return end.channels_last
+        saves_result = step.is_sum and end.operation is ACTIVATION
+        return not saves_result or end in self._saved or not self._is_read_outside(end)
 
     def _remember(
         self,
@@ -273,15 +285,13 @@ class _Execution:
         if node.operation is NORM:
             if _crashes(node, inputs[0]):
                 inputs = [inputs[0].contiguous()]
-            if isinstance(node.settings.norm, InstanceNorm) and not node.channels_last:
-                inputs = [_WithNCHWGradients.apply(inputs[0])]
             # The recomputation of a checkpoint must not update statistics again.
             updates = not call_stack.is_recomputing()
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
         if node.operation is CONTIGUOUS and self._may_share(node):
             return inputs[0]
         if _is_unsafe(node):
-            inputs = [inputs[0].contiguous()]
+            inputs = [layout.with_plain_strides(inputs[0])]
         settings = node.settings
         if node.operation is CALL and saves_less and inputs[0].requires_grad:
             settings = settings._replace(func=repeatable.without_indices(settings.func))
@@ -300,12 +310,12 @@ class _Execution:
         inside = y.detach() if is_nchw else y
         if is_nchw:
             y = _contiguous(y, self._saves_output)
-            self._remember_copy(y, _with_plain_strides, inside)
+            self._remember_copy(y, layout.with_plain_strides, inside)
         elif node.channels_last:
             # The program may change the output in place.
             y = y.clone() if self._saves_output and y.requires_grad else layout.nhwc(y)
         else:
-            y = _with_plain_strides(y)
+            y = layout.with_plain_strides(y)
         node.value = y = y.view_as(y) if node.is_view and not y._is_view() else y
         if held is not None:
             become_plain(held)
@@ -377,16 +387,18 @@ def _weight(step: Match) -> Tensor | None:
 
 
 def _is_unsafe(node: Node) -> bool:
-    """Whether a node is a convolution that may corrupt memory in NHWC; see `_FEW_CHANNELS`."""
-    if node.operation is not CONV:
+    """Whether a node is a convolution of an NCHW model that PyTorch may compute wrongly in NHWC.
+
+    See `_FEW_CHANNELS`. The output of strided convolutions of one channel can be wrong, too
+    (AVX-512, torch 2.13: kernel 4, image 5x5, stride (1, 2)).
+    """
+    if node.operation is not CONV or node.channels_last:
         return False
-    weight = cast(Tensor, node.inputs[1])
-    return (
-        not node.channels_last
-        and weight.shape[1] < _FEW_CHANNELS
-        and max(node.settings.conv.stride) > 1
-        and weight.device.type == "cpu"
-    )
+    conv, weight = node.settings.conv, cast(Tensor, node.inputs[1])
+    if weight.device.type != "cpu" or max(conv.stride) == 1:
+        return False
+    is_pointwise = max(weight.shape[2:]) == 1
+    return weight.shape[1] * conv.groups == 1 or (is_pointwise and weight.shape[1] < _FEW_CHANNELS)
 
 
 def _crashes(norm: Node, x: Tensor) -> bool:
@@ -410,35 +422,9 @@ def _nhwc(t: Tensor) -> Tensor:
 def _contiguous(y: Tensor, is_saved: bool) -> Tensor:
     """Converts `y` to NCHW, without adding to the autograd graph where possible."""
     if not y.requires_grad or is_saved or type(y) is not Tensor or y._is_view():
-        return _with_plain_strides(y)
-    y.data = _with_plain_strides(y.detach())
+        return layout.with_plain_strides(y)
+    y.data = layout.with_plain_strides(y.detach())
     return y
-
-
-def _with_plain_strides(y: Tensor) -> Tensor:
-    """Converts `y` to the strides of a new NCHW tensor, also for axes of size 1."""
-    strides = [1]
-    for size in y.shape[:0:-1]:
-        strides.insert(0, strides[0] * size)
-    if y.stride() == (*strides,):
-        return y
-    return y.clone(memory_format=torch.contiguous_format)
-
-
-class _WithNCHWGradients(torch.autograd.Function):
-    """Converts an image to NCHW; its gradient, and gradients of its gradient, are also in NCHW.
-
-    The second derivative of PyTorch's instance norm may be wrong for one image in another format.
-    """
-
-    @staticmethod
-    def forward(ctx, t):
-        ctx.set_materialize_grads(False)
-        return _with_plain_strides(t).detach()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return None if dy is None else _WithNCHWGradients.apply(dy)
 
 
 class _ToChannelsLast(torch.autograd.Function):

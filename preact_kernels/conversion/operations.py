@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from preact_kernels.activations import activate
 from preact_kernels.conversion.deferred import Node, Operation
 from preact_kernels.conversion.owners import Owner
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import Conv
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.norms import NormArguments
+from preact_kernels.norms import InstanceNorm, NormArguments
 from preact_kernels.ops.arguments import convolve
 
 
@@ -55,7 +56,26 @@ class CallSettings(NamedTuple):
 def plain_norm(s: NormSettings, x: Tensor, *affine: Tensor, updates: bool = False) -> Tensor:
     """Runs a norm; `updates` says whether it updates the running statistics in training."""
     norm = s.arguments(affine)
-    return (norm if updates or not norm.training else norm.with_copied_statistics()).plain(x)
+    norm = norm if updates or not norm.training else norm.with_copied_statistics()
+    if not isinstance(norm, InstanceNorm):
+        return norm.plain(x)
+    return _WithNCHWGradients.apply(norm.plain(_WithNCHWGradients.apply(x)))
+
+
+class _WithNCHWGradients(torch.autograd.Function):
+    """Converts an image to NCHW; its gradient, and gradients of its gradient, are also in NCHW.
+
+    The derivatives of PyTorch's instance norm are wrong for one image and a channels_last gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, t):
+        ctx.set_materialize_grads(False)
+        return layout.with_plain_strides(t).detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None if dy is None else _WithNCHWGradients.apply(dy)
 
 
 def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -59,6 +59,13 @@ def restored(y: Tensor, channels_last: bool) -> Tensor:
     return y if channels_last else y.contiguous()
 
 
+def with_plain_strides(t: Tensor) -> Tensor:
+    """Returns `t` with the strides of a new NCHW tensor, also for axes of size 1."""
+    if t.stride() == strides(t.shape, channels_last=False):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 def as_image(t: Tensor) -> Tensor:
     """Returns `t [N, C, ...]` as dense NHWC `[N, C, H, W]`.
 

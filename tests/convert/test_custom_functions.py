@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 import preact_kernels as pk
 from preact_kernels.conversion import named_activations
 from tests.convert.models import MODES, Block
-from tests.convert.random_model_parts import raises_value_error, triple
+from tests.convert.random_model_parts import Same, raises_value_error, triple
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -210,6 +210,25 @@ def test_what_a_function_computes_is_plain(enables_grad):
         with mode, pk.fuse():
             triple(Inner.apply(x))
     assert seen == [torch.Tensor] * 3
+
+
+def test_instance_norms_of_one_image_before_a_function():
+    """PyTorch's derivative of one image is wrong for a gradient in channels_last."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.InstanceNorm2d(4, affine=True)
+            self.convs = nn.ModuleList(nn.Conv2d(4, 4, k, padding=k // 2) for k in (1, 1, 3))
+
+        def forward(self, x):
+            a = F.silu(self.norm(self.convs[0](x)))
+            return Same.apply(self.convs[1](a) + self.convs[2](a))
+
+    plain, x = Net(), torch.randn(1, 4, 4, 4)
+    converted = pk.convert(copy.deepcopy(plain))
+    assert_same_step(plain, converted, x)
+    assert pk.conversion_report(converted).fused
 
 
 def test_functions_of_other_threads_change_nothing():

@@ -146,6 +146,19 @@ def saves_its_result(net, x):
     return y * y
 
 
+def is_saved_later(net, x):
+    """A sum runs with a unit, and the program saves their results."""
+    h = F.relu(net.part(1, x))
+    y = F.relu(net.part(0, h) + x)
+    assert y.detach().isfinite().all()  # computes both
+    return net.convs[2](y) * h
+
+
+def is_saved_by_fused_operations(net, x):
+    h = F.relu(net.norms[2](basic_block(net, x)))
+    return net.convs[2](h), h
+
+
 ACT, SUM = "Norm-Add-ReLU", "Norm-Add"
 FUSED = {
     basic_block: [ACT],
@@ -166,6 +179,8 @@ FUSED = {
     rep_vgg: [SUM, ACT],
     beside_its_input: [SUM],
     saves_its_result: [ACT],
+    is_saved_later: [ACT],
+    is_saved_by_fused_operations: [ACT],
 }
 
 
