@@ -55,16 +55,22 @@ def execute(region: Recording, nodes: Sequence[Node], reader: object) -> None:
     for node in nodes:
         node.check_inputs()
     matches, refused = Matcher(nodes).match()
-    if not _runs_in_nhwc(matches):
+    if not _runs_in_nhwc(nodes, matches):
         matches = _without_slow_sums(matches, refused)
     steps = _steps(nodes, matches)
     _note(region, matches, refused, reader)
     _Execution(region, nodes, steps).run()
 
 
-def _runs_in_nhwc(matches: Sequence[Match]) -> bool:
-    """Whether to run in NHWC. Sums alone run in the format of their inputs."""
-    return any(not m.is_sum for m in matches)
+def _runs_in_nhwc(nodes: Sequence[Node], matches: Sequence[Match]) -> bool:
+    """Whether to run in NHWC.
+
+    Sums alone run in the format of their inputs; so do units without convolutions beside them, if
+    the backend has kernels for it.
+    """
+    units = [m for m in matches if not m.is_sum]
+    has_conv = any(n.operation is CONV for n in nodes)
+    return bool(units) and (has_conv or not _serves_planes(units[0].nodes[0]))
 
 
 def _without_slow_sums(matches: Sequence[Match], refused: dict[Node, str]) -> list[Match]:
@@ -133,7 +139,7 @@ class _Execution:
         self._converted: dict[Node | Tensor, Tensor] = {}  # NHWC copies of inputs
         self._reads = Counter(i for s in steps for i in s.inputs)
         self._saves_output = False  # whether the last step may have saved its result
-        self._in_nhwc = _runs_in_nhwc([s for s in steps if s.name])
+        self._in_nhwc = _runs_in_nhwc(nodes, [s for s in steps if s.name])
         self._saved = {s.inputs[0] for s in steps if s.name}  # inputs that fused operations save
         # The backward of a custom autograd function may compute nodes again, from values that
         # PyTorch's operators would save.

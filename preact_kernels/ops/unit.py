@@ -76,8 +76,6 @@ def _check(
         found = unit_without_conv(x, given, channels_last)
         if residual is not None:
             _check_sum(residual, x, found.unit)
-            may_be_planar = not (found.channels_last or layout.is_channels_last(x))
-            found = found._replace(may_be_planar=may_be_planar)
         return found
     geometry = checks.check_conv(x, *conv)
     weight, dtype = conv.weight, compute_dtype(x)
@@ -116,18 +114,20 @@ def unit_without_conv(
 ) -> CheckedUnit:
     """The unit of a norm and activation of checked arguments.
 
-    Batch norm with ReLU alone always runs in NHWC, to give the same bits in either memory format.
+    Batch norm with ReLU alone runs in NHWC, to give the same bits in either memory format, unless
+    the caller chooses the format.
     """
     norm, activation, _, scale_shift, *_ = given
     computes_in_float32 = (
         ACTIVATIONS[activation.name].computes_in_float32 and x.is_cuda and is_autocast(x)
     )
     dtype = torch.float32 if computes_in_float32 else norm.result_dtype(x)
+    is_bn_relu = isinstance(norm, BatchNorm) and activation == RELU and not scale_shift.has_any
+    may_be_planar = not (layout.is_channels_last(x) or (channels_last is None and is_bn_relu))
     if channels_last is None:
         channels_last = norm.is_channels_last(x)
-    is_bn_relu = isinstance(norm, BatchNorm) and activation == RELU and not scale_shift.has_any
-    may_be_planar = not (channels_last or is_bn_relu or layout.is_channels_last(x))
-    return CheckedUnit(unit_of(given, x.device, dtype), channels_last, may_be_planar)
+    unit = unit_of(given, x.device, dtype)
+    return CheckedUnit(unit, channels_last, may_be_planar and not channels_last)
 
 
 def unit_of(given: UnitArguments, device: torch.device, dtype: torch.dtype) -> Unit:

@@ -12,6 +12,7 @@ import preact_kernels as pk
 from preact_kernels import activations
 from preact_kernels.kernels import pytorch_conv
 from tests.convert.any_norm import Net, assert_runs, images, two_units
+from tests.convert.random_model_parts import Same
 from tests.convert.trial import Subject, assert_alike
 
 pytestmark = pytest.mark.backends("cpu")
@@ -356,6 +357,23 @@ def strided(kernel, net, x):
     y = net.conv(F.silu(net.norm(x)))
     weight = net.conv.weight[:, :1, :kernel, :kernel]
     return y, F.conv2d(x, weight, stride=2, groups=4)
+
+
+@pytest.mark.parametrize(("norm", "act"), [(None, F.silu), (lambda: nn.BatchNorm2d(4), F.relu)])
+def test_images_of_units_without_convolutions_are_not_copied(norm, act):
+    """The program reads the input and the result of a unit between other operations."""
+
+    def forward(net, x):
+        x = torch.sin(net.conv2(x))
+        h = Same.apply(act(net.norm(x)))
+        return net.conv(h) + x * x
+
+    assert_runs(forward, "; read by a custom autograd function", "", norm=norm)
+    net, x = Net(forward, norm=norm), images(torch.randn, (16, 16))
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        net, x = net.to(memory_format=memory_format), x.contiguous(memory_format=memory_format)
+        kept = pk.saved_bytes(pk.convert(net), x)
+        assert kept < 4.1 * x.nbytes, memory_format  # x, and what sin, the unit and conv read
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
