@@ -1,10 +1,12 @@
 """Computes recorded nodes: matches run fused, other nodes in PyTorch's operators.
 
 Kernels work on NHWC. In an NCHW model, inputs of fused operations are converted once, intermediate
-results stay in NHWC, and results that the program reads are converted back.
+results stay in NHWC, and results that the program reads are converted back. What runs together with
+no convolution stays in NCHW where the backend has kernels for it.
 """
 
 import contextlib
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,15 +35,15 @@ from preact_kernels.conversion.policy import POLICIES, Policy, work_of
 from preact_kernels.conversion.recomputation import Recomputation
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
+from preact_kernels.kernels.pytorch_conv import is_wrong_in_nhwc
 from preact_kernels.norms import GroupNorm, NormArguments
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.node import FirstRun, run_unit
 from preact_kernels.ops.preact_stage import preact_stage
 
-# The weight gradient of strided 1x1 convolutions of channels_last tensors with fewer channels can
-# corrupt memory on a CPU: https://github.com/uxlfoundation/oneDNN/issues/6035
-_FEW_CHANNELS = 16
+# Kernels for NCHW take a plane at a time; images with fewer pixels run faster in NHWC (measured).
+_FEW_PIXELS = 32
 
 
 def execute(region: Recording, nodes: Sequence[Node], reader: object) -> None:
@@ -65,12 +67,13 @@ def execute(region: Recording, nodes: Sequence[Node], reader: object) -> None:
 def _runs_in_nhwc(nodes: Sequence[Node], matches: Sequence[Match]) -> bool:
     """Whether to run in NHWC.
 
-    Sums alone run in the format of their inputs; so do units without convolutions beside them, if
-    the backend has kernels for it.
+    Sums alone run in the format of their inputs. So do units, unless a convolution runs with them,
+    the backend has no kernels for NCHW, or images have too few pixels for these to be fast.
     """
-    units = [m for m in matches if not m.is_sum]
-    has_conv = any(n.operation is CONV for n in nodes)
-    return bool(units) and (has_conv or not _serves_planes(units[0].nodes[0]))
+    units = [m.nodes[0] for m in matches if not m.is_sum]
+    if any(n.operation is CONV for n in nodes):
+        return bool(units)
+    return any(math.prod(n.shape[2:]) < _FEW_PIXELS or not _serves_planes(n) for n in units)
 
 
 def _without_slow_sums(matches: Sequence[Match], refused: dict[Node, str]) -> list[Match]:
@@ -183,13 +186,13 @@ class _Execution:
 
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
         t: Any = value.value if isinstance(value, Node) else value
-        in_nhwc = self._in_nhwc and (step.name != "" or not _is_unsafe(step.end))
+        in_nhwc = self._in_nhwc and (step.name != "" or not _stays_in_nchw(step.end))
         saves_input = not step.name and step.end.operation in (CONV, CALL)
         if t is not None and saves_input and (value not in self._saved or not in_nhwc):
             return t  # a copy in NHWC would be saved, too
         if isinstance(value, Node):
             t = self._values.get(value, t)
-        if not in_nhwc or _is_nhwc(t):
+        if not in_nhwc or layout.is_nhwc(t):
             return t
         if value not in self._converted:
             self._converted[value] = self._copied(value, t)
@@ -264,7 +267,7 @@ class _Execution:
         in_place: Any = None
         if step.name:
             call, constants = _run_again(first, y, recomputation)
-        elif not _is_unsafe(node):
+        elif not _stays_in_nchw(node):
             call, constants = _call_again(node, inputs, recomputation)
             in_place = _in_place(node, inputs)
         if call is not None:
@@ -296,7 +299,7 @@ class _Execution:
             return plain_norm(node.settings, inputs[0], *rest, updates=updates)
         if node.operation is CONTIGUOUS and self._may_share(node):
             return inputs[0]
-        if _is_unsafe(node):
+        if _stays_in_nchw(node):
             inputs = [layout.with_plain_strides(inputs[0])]
         settings = node.settings
         if node.operation is CALL and saves_less and inputs[0].requires_grad:
@@ -312,7 +315,7 @@ class _Execution:
                 node.value = y
             return
         held = node.reference() if node.reference is not None else None
-        is_nchw = not node.channels_last and _is_nhwc(y)
+        is_nchw = not node.channels_last and layout.is_nhwc(y)
         inside = y.detach() if is_nchw else y
         if is_nchw:
             y = _contiguous(y, self._saves_output)
@@ -392,19 +395,11 @@ def _weight(step: Match) -> Tensor | None:
     return None if conv is None else cast(Tensor, conv.inputs[1])
 
 
-def _is_unsafe(node: Node) -> bool:
-    """Whether a node is a convolution of an NCHW model that PyTorch may compute wrongly in NHWC.
-
-    See `_FEW_CHANNELS`. The output of strided convolutions of one channel can be wrong, too
-    (AVX-512, torch 2.13: kernel 4, image 5x5, stride (1, 2)).
-    """
-    if node.operation is not CONV or node.channels_last:
+def _stays_in_nchw(node: Node) -> bool:
+    """Whether a node is a convolution of an NCHW model that PyTorch may compute wrongly in NHWC."""
+    if node.operation is not CONV or node.channels_last or node.context.device.type != "cpu":
         return False
-    conv, weight = node.settings.conv, cast(Tensor, node.inputs[1])
-    if weight.device.type != "cpu" or max(conv.stride) == 1:
-        return False
-    is_pointwise = max(weight.shape[2:]) == 1
-    return weight.shape[1] * conv.groups == 1 or (is_pointwise and weight.shape[1] < _FEW_CHANNELS)
+    return is_wrong_in_nhwc(node.settings.conv, node.inputs[1].shape, node.dtype)
 
 
 def _crashes(norm: Node, x: Tensor) -> bool:
@@ -414,11 +409,6 @@ def _crashes(norm: Node, x: Tensor) -> bool:
     """
     is_group_norm = isinstance(norm.settings.norm, GroupNorm)
     return is_group_norm and not norm.channels_last and x.is_cpu and not x.requires_grad
-
-
-def _is_nhwc(t: Tensor) -> bool:
-    """Whether a tensor is channels_last; sequences `[N, C, L]` count as images of one row."""
-    return layout.is_channels_last(t.unsqueeze(2) if t.dim() == 3 else t)
 
 
 def _nhwc(t: Tensor) -> Tensor:

@@ -57,25 +57,24 @@ def plain_norm(s: NormSettings, x: Tensor, *affine: Tensor, updates: bool = Fals
     """Runs a norm; `updates` says whether it updates the running statistics in training."""
     norm = s.arguments(affine)
     norm = norm if updates or not norm.training else norm.with_copied_statistics()
-    if not isinstance(norm, InstanceNorm):
-        return norm.plain(x)
-    return _WithNCHWGradients.apply(norm.plain(_WithNCHWGradients.apply(x)))
+    y = norm.plain(x)
+    return _WithNCHWGradient.apply(y) if isinstance(norm, InstanceNorm) and len(x) == 1 else y
 
 
-class _WithNCHWGradients(torch.autograd.Function):
-    """Converts an image to NCHW; its gradient, and gradients of its gradient, are also in NCHW.
+class _WithNCHWGradient(torch.autograd.Function):
+    """Returns a tensor whose gradient is converted to NCHW.
 
-    The derivatives of PyTorch's instance norm are wrong for one image and a channels_last gradient.
+    The backward of PyTorch's instance norm is wrong for one image and a channels_last gradient.
     """
 
     @staticmethod
-    def forward(ctx, t):
+    def forward(ctx, y):
         ctx.set_materialize_grads(False)
-        return layout.with_plain_strides(t).detach()
+        return y.detach()
 
     @staticmethod
     def backward(ctx, dy):
-        return None if dy is None else _WithNCHWGradients.apply(dy)
+        return None if dy is None else layout.with_plain_strides(dy)
 
 
 def _conv(s: ConvSettings, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -31,6 +31,11 @@ def is_channels_last(t: Tensor) -> bool:
     return True
 
 
+def is_nhwc(t: Tensor) -> bool:
+    """`is_channels_last`, where sequences `[N, C, L]` count as images of one row."""
+    return is_channels_last(t.unsqueeze(2) if t.dim() == 3 else t)
+
+
 def nhwc(t: Tensor) -> Tensor:
     """`t` dense in NHWC (or NDHWC) order; `t` itself if it is already."""
     return t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
@@ -104,6 +109,8 @@ def as_planes(t: Tensor) -> Tensor:
 
 def from_image(y: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
     """Undoes `as_image` or `as_planes` for a result of this shape and memory format."""
+    if not channels_last and y.is_contiguous():
+        return y.view(shape)
     if len(shape) == 5:
         n, c, d, h, w = shape
         y = y.permute(0, 2, 3, 1).reshape(n, d, h, w, c).permute(0, 4, 1, 2, 3)

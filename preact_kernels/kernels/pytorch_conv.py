@@ -7,7 +7,8 @@ weights and products in half precision, this computes
 The backend may serve a unit after the weight is cast, or without the residual.
 
 PyTorch's convolution of an NHWC tensor converts an NCHW weight, and its gradient back, at every
-call. If the weight is much larger than the activation, the activation is converted instead.
+call. If the weight is much larger than the activation, the activation is converted instead. All
+tensors are converted to NCHW where PyTorch's convolution may be wrong in NHWC.
 """
 
 import functools
@@ -31,7 +32,13 @@ from preact_kernels.kernels.contract import (
     dtype_name,
 )
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.kernels.layout import CHANNELS_LAST, as_image, check_storage, from_image
+from preact_kernels.kernels.layout import (
+    CHANNELS_LAST,
+    as_image,
+    check_storage,
+    from_image,
+    with_plain_strides,
+)
 
 
 class _Refusals(dict[Unit, str | None]):
@@ -125,9 +132,8 @@ class UnitKernels(Kernels):
             y = self.norm_act_conv_forward(narrow, inputs, Epilogue(conv_bias), mask).y
         else:
             a = self._activated(x, norm, mask).to(unit.dtype)
-            if _converts_activation(x, conv_weight):
-                a = self.nchw(a)
-            y = self.nhwc(_convolve(a, conv_weight, conv_bias, unit.conv))
+            (a,), weight = self._for_pytorch(unit.conv, [a], conv_weight)
+            y = self.nhwc(_convolve(a, weight, conv_bias, unit.conv))
             del a
         if residual is not None:
             y, statistics = self.residual_add_forward(
@@ -164,16 +170,14 @@ class UnitKernels(Kernels):
             a = self._activated(x, norm, mask).to(unit.dtype)
         else:  # only its shape and dtype are read
             a = x if x.dtype == unit.dtype else torch.empty_like(x, dtype=unit.dtype)
-        conv_dy = whole
-        if _converts_activation(x, conv_weight):
-            a, conv_dy = self.nchw(a), self.nchw(conv_dy)
-        check_storage("conv_weight", conv_weight)
+        (a, conv_dy), weight = self._for_pytorch(unit.conv, [a, whole], conv_weight)
+        check_storage("conv_weight", weight)
         check_storage("dy", conv_dy)
         needs = [wanted.input, wanted.weight, False]
         stride, padding, dilation, groups = unit.conv
         none = [0] * len(stride)
         da, dconv_weight, _ = torch.ops.aten.convolution_backward(
-            conv_dy, a, conv_weight, None, stride, padding, dilation, False, none, groups, needs
+            conv_dy, a, weight, None, stride, padding, dilation, False, none, groups, needs
         )
         del a
         g = sums = None
@@ -188,6 +192,19 @@ class UnitKernels(Kernels):
             dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
         return Gradients(g, sums, dconv_weight, whole if wanted.dy else None)
 
+    def _for_pytorch(
+        self, conv: Conv, images: list[Tensor], weight: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """Images and weight in the memory format for PyTorch's convolution; its input is first."""
+        a = images[0]
+        if a.device.type != "cpu":
+            return images, weight
+        if is_wrong_in_nhwc(conv, weight.shape, a.dtype):
+            return [with_plain_strides(t) for t in images], with_plain_strides(weight)
+        if _converts_activation(a, weight):
+            return [self.nchw(t) for t in images], weight
+        return images, weight
+
     def _activated(self, x: Tensor, norm: Norm, mask: Mask | None) -> Tensor:
         a = from_image(self.norm_act_forward(as_image(x), norm), x.shape, True)
         return a if mask is None else self.dropout(a, mask)
@@ -200,17 +217,35 @@ def _convolve(a: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Ten
     return torch.convolution(a, weight, bias, stride, padding, dilation, False, none, groups)
 
 
-def _converts_activation(x: Tensor, conv_weight: Tensor) -> bool:
-    """Whether to run a convolution in NCHW; only on a CPU.
+def _converts_activation(a: Tensor, weight: Tensor) -> bool:
+    """Whether to run a convolution in NCHW on a CPU.
 
-    This converts about five tensors like `x` in a step, and saves three conversions of the weight.
+    This converts about five tensors like `a` in a step, and saves three conversions of the weight.
     """
-    is_large = conv_weight.numel() > 2 * x.numel()
-    return (
-        is_large
-        and x.device.type == "cpu"
-        and not conv_weight.is_contiguous(memory_format=CHANNELS_LAST[conv_weight.dim()])
-    )
+    is_large = weight.numel() > 2 * a.numel()
+    return is_large and not weight.is_contiguous(memory_format=CHANNELS_LAST[weight.dim()])
+
+
+def is_wrong_in_nhwc(conv: Conv, weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a CPU may compute a strided convolution of an NHWC image, or a gradient, wrongly.
+
+    With PyTorch 2.13 some of these kinds read or write other memory, and were right in NCHW.
+    https://github.com/uxlfoundation/oneDNN/issues/6035 explains the pointwise convolutions; random
+    convolutions on a processor with AVX-512 showed the others.
+
+    Args:
+        conv: the geometry, in one to three dimensions.
+        weight_shape: `[K, C / groups, ...]`.
+        dtype: dtype in which the convolution runs.
+    """
+    if max(conv.stride) == 1:
+        return False
+    channels, *kernel = weight_shape[1:]
+    is_half = dtype.itemsize == 2
+    has_few_channels = channels < 16 and (is_half or max(kernel) == 1)
+    if len(kernel) == 3:
+        return is_half or has_few_channels or max(kernel) > 3
+    return has_few_channels or channels * conv.groups == 1
 
 
 def unserved(argument: str, served: object, given: object) -> str:

@@ -194,7 +194,8 @@ def _plain_backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequen
         dy = (dy.unsqueeze(2) if call.dims == 3 else dy).to(unit.dtype)
     kind = x.device.type
     with torch.autocast(kind, enabled=False) if has_autocast(kind) else contextlib.nullcontext():
-        return gradients(forward, (x, weight, bias, conv_weight, conv_bias), needs, dy)
+        dx, *rest = gradients(forward, (x, weight, bias, conv_weight, conv_bias), needs, dy)
+    return [dx.contiguous() if call.planar and dx is not None else dx, *rest]
 
 
 def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[bool]) -> list:

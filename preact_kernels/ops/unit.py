@@ -123,7 +123,7 @@ def unit_without_conv(
     )
     dtype = torch.float32 if computes_in_float32 else norm.result_dtype(x)
     is_bn_relu = isinstance(norm, BatchNorm) and activation == RELU and not scale_shift.has_any
-    may_be_planar = not (layout.is_channels_last(x) or (channels_last is None and is_bn_relu))
+    may_be_planar = not (layout.is_nhwc(x) or (channels_last is None and is_bn_relu))
     if channels_last is None:
         channels_last = norm.is_channels_last(x)
     unit = unit_of(given, x.device, dtype)

@@ -1,5 +1,6 @@
 """Units of any norm, activation and convolution equal plain PyTorch, and run fused."""
 
+import copy
 import re
 from functools import partial
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 import preact_kernels as pk
 from preact_kernels import activations
-from preact_kernels.kernels import pytorch_conv
+from preact_kernels.kernels import cpu, pytorch_conv
 from tests.convert.any_norm import Net, assert_runs, images, two_units
 from tests.convert.random_model_parts import Same
 from tests.convert.trial import Subject, assert_alike
@@ -376,6 +377,46 @@ def test_images_of_units_without_convolutions_are_not_copied(norm, act):
         assert kept < 4.1 * x.nbytes, memory_format  # x, and what sin, the unit and conv read
 
 
+def alone(net, x):
+    """A unit that no convolution runs with."""
+    return torch.sin(F.relu(net.norm(torch.sin(x))))
+
+
+@pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
+def test_one_volume_is_not_copied(memory):
+    net, x = pk.convert(Net(alone, dims=3), memory=memory), torch.randn(1, 4, 4, 5, 6)
+    x.requires_grad_()
+    assert pk.saved_bytes(net, x) < (3.1 if memory == "store" else 2.1) * x.nbytes
+    assert net(x).stride() == x.stride()
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_of_units_alone_keep_the_strides_of_images(norm, dims):
+    """Gradient penalties call `view` on them."""
+    plain = Net(alone, dims, partial(NORMS[norm], dims))
+    converted, found = pk.convert(copy.deepcopy(plain)), []
+    x = torch.randn(2, 4, *[12, 3, 5][:dims]).requires_grad_()
+    for net in (plain, converted):
+        (dx,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        assert dx.stride() == x.stride()
+        found.append([dx, *torch.autograd.grad(dx.view(2, -1).norm(dim=1).sum(), x)])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(("size", "runs_in_planes"), [((8, 8), True), ((2, 3), False)])
+def test_images_of_few_pixels_run_in_nhwc(size, runs_in_planes, monkeypatch):
+    seen, run = [], cpu.CPUKernels.norm_act_forward
+
+    def norm_act_forward(self, x, *rest):
+        seen.append(x.is_contiguous())
+        return run(self, x, *rest)
+
+    monkeypatch.setattr(cpu.CPUKernels, "norm_act_forward", norm_act_forward)
+    pk.convert(Net(alone))(images(torch.randn, size))
+    assert seen == [runs_in_planes]
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_an_image_of_a_strided_convolution_is_not_copied(kernel):
     """PyTorch may corrupt memory where strided 1x1 convolutions of few channels run in NHWC."""
@@ -384,20 +425,6 @@ def test_an_image_of_a_strided_convolution_is_not_copied(kernel):
         copies = memory == "store" and kernel == 1
         kept = pk.saved_bytes(pk.convert(net, memory=memory), x)
         assert kept < (1.1 + copies) * x.nbytes, memory
-
-
-def test_a_strided_convolution_of_one_channel():
-    """PyTorch's output in float32 may be wrong in NHWC."""
-
-    def forward(net, x):
-        h = F.conv2d(F.silu(net.norm(x)), net.conv.weight[:1])
-        h = F.interpolate(F.silu(F.group_norm(h, 1)), (5, 5))
-        return F.conv2d(h, F.pad(net.conv.weight[:2, :1], (0, 1, 0, 1)), stride=(1, 2))
-
-    net, x = Net(forward), images(torch.randn, (16, 16))
-    expected = net(x)
-    torch.testing.assert_close(pk.convert(net)(x), expected)
-    assert len(pk.conversion_report(net).fused) == 1
 
 
 # Autograd, modes and shapes.

@@ -155,8 +155,8 @@ def is_saved_later(net, x):
 
 
 def is_saved_by_fused_operations(net, x):
-    h = F.relu(net.norms[2](basic_block(net, x)))
-    return net.convs[2](h), h
+    y = basic_block(net, x)
+    return net.convs[2](F.relu(net.norms[2](y))), y
 
 
 ACT, SUM = "Norm-Add-ReLU", "Norm-Add"
@@ -227,6 +227,28 @@ def test_sums_keep_no_more_than_plain_pytorch(forward):
             kept.append(alive.bytes())
             del y
         assert kept[1] <= kept[0] + SMALL, (memory_format, kept)
+
+
+def test_a_sum_that_fused_operations_save_is_kept_once():
+    kept = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        net = pk.convert(Net(is_saved_by_fused_operations).to(memory_format=memory_format))
+        kept.append(pk.saved_bytes(net, images(torch.randn, memory_format=memory_format)))
+    assert kept[0] == kept[1]
+
+
+def test_sums_of_sequences_keep_what_sums_of_images_keep():
+    def forward(net, x):
+        h = F.relu(net.norms[1](x))
+        y = F.relu(net.part(0, h) + x)
+        return net.convs[2](y) * h * torch.exp(-y)
+
+    for memory in ("rebuild", "checkpoint"):
+        kept = []
+        for dims in (1, 2):
+            net = pk.convert(Net(forward, dims=dims), memory=memory)
+            kept.append(pk.saved_bytes(net, torch.randn(4, C, *[(64,), (8, 8)][dims - 1])))
+        assert kept[0] == kept[1]
 
 
 def test_sums_in_nchw_run_plain_where_they_would_be_copied():
