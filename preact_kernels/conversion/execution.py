@@ -267,7 +267,7 @@ class _Execution:
         in_place: Any = None
         if step.name:
             call, constants = _run_again(first, y, recomputation)
-        elif not _stays_in_nchw(node):
+        else:
             call, constants = _call_again(node, inputs, recomputation)
             in_place = _in_place(node, inputs)
         if call is not None:
@@ -361,6 +361,8 @@ def _call_again(
         if settings.norm.process_group:
             return None, rest
         settings = settings._replace(norm=_of_this_forward(settings.norm))
+    if _stays_in_nchw(node):
+        return lambda x: run(settings, layout.with_plain_strides(x), *rest), rest
     return lambda *inputs: run(settings, *inputs, *rest), rest
 
 

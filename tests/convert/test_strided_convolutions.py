@@ -87,6 +87,23 @@ def test_convolutions_that_may_be_wrong_run_in_nchw(case, is_fused):
                 assert (result - value).norm() <= 1e-5 * value.norm()
 
 
+@pytest.mark.parametrize("case", WRONG_IN_NHWC[:3], ids=lambda case: str(case[1]))
+def test_they_run_again_in_nchw(case):
+    class Sine(Net):
+        def forward(self, x):
+            return torch.sin(super().forward(x))
+
+    net, x = Sine(case, is_fused=False), torch.randn(case[1])
+    expected = step(copy.deepcopy(net).double(), x.double())
+    own = pk.convert(net, memory="checkpoint")
+    with Formats() as found:
+        results = step(own, x)
+    assert found.count == 3  # forward, again, backward
+    assert not found.in_nhwc
+    for result, value in zip(results, expected, strict=True):
+        assert (result - value).norm() <= 1e-5 * value.norm()
+
+
 def strided(dtype=torch.float32, channels=32, groups=1, kernel=3):
     return dtype, (2, channels, 9, 9), (32, channels // groups, kernel, kernel), 2, 1, groups
 
