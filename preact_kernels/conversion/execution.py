@@ -35,7 +35,7 @@ from preact_kernels.conversion.policy import POLICIES, Policy, work_of
 from preact_kernels.conversion.recomputation import Recomputation
 from preact_kernels.conversion.report import Outcome, described
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.pytorch_conv import is_wrong_in_nhwc
+from preact_kernels.kernels.pytorch_conv import may_be_wrong_in_nhwc
 from preact_kernels.norms import GroupNorm, NormArguments
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.memory_mode import MemoryMode
@@ -401,7 +401,8 @@ def _stays_in_nchw(node: Node) -> bool:
     """Whether a node is a convolution of an NCHW model that PyTorch may compute wrongly in NHWC."""
     if node.operation is not CONV or node.channels_last or node.context.device.type != "cpu":
         return False
-    return is_wrong_in_nhwc(node.settings.conv, node.inputs[1].shape, node.dtype)
+    x, weight = node.inputs[:2]
+    return may_be_wrong_in_nhwc(node.settings.conv, x.shape, weight.shape, node.dtype)
 
 
 def _crashes(norm: Node, x: Tensor) -> bool:
@@ -438,4 +439,4 @@ class _ToChannelsLast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return None if dy is None else dy.contiguous(), None
+        return None if dy is None else layout.with_plain_strides(dy), None

@@ -132,7 +132,7 @@ class UnitKernels(Kernels):
             y = self.norm_act_conv_forward(narrow, inputs, Epilogue(conv_bias), mask).y
         else:
             a = self._activated(x, norm, mask).to(unit.dtype)
-            (a,), weight = self._for_pytorch(unit.conv, [a], conv_weight)
+            (a,), weight = self._in_convolution_format(unit.conv, [a], conv_weight)
             y = self.nhwc(_convolve(a, weight, conv_bias, unit.conv))
             del a
         if residual is not None:
@@ -170,7 +170,7 @@ class UnitKernels(Kernels):
             a = self._activated(x, norm, mask).to(unit.dtype)
         else:  # only its shape and dtype are read
             a = x if x.dtype == unit.dtype else torch.empty_like(x, dtype=unit.dtype)
-        (a, conv_dy), weight = self._for_pytorch(unit.conv, [a, whole], conv_weight)
+        (a, conv_dy), weight = self._in_convolution_format(unit.conv, [a, whole], conv_weight)
         check_storage("conv_weight", weight)
         check_storage("dy", conv_dy)
         needs = [wanted.input, wanted.weight, False]
@@ -192,14 +192,14 @@ class UnitKernels(Kernels):
             dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
         return Gradients(g, sums, dconv_weight, whole if wanted.dy else None)
 
-    def _for_pytorch(
+    def _in_convolution_format(
         self, conv: Conv, images: list[Tensor], weight: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """Images and weight in the memory format for PyTorch's convolution; its input is first."""
+        """Images, the input first, and weight in the memory format for PyTorch's convolution."""
         a = images[0]
         if a.device.type != "cpu":
             return images, weight
-        if is_wrong_in_nhwc(conv, weight.shape, a.dtype):
+        if may_be_wrong_in_nhwc(conv, a.shape, weight.shape, a.dtype):
             return [with_plain_strides(t) for t in images], with_plain_strides(weight)
         if _converts_activation(a, weight):
             return [self.nchw(t) for t in images], weight
@@ -226,26 +226,34 @@ def _converts_activation(a: Tensor, weight: Tensor) -> bool:
     return is_large and not weight.is_contiguous(memory_format=CHANNELS_LAST[weight.dim()])
 
 
-def is_wrong_in_nhwc(conv: Conv, weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a CPU may compute a strided convolution of an NHWC image, or a gradient, wrongly.
+def may_be_wrong_in_nhwc(
+    conv: Conv, shape: Sequence[int], weight_shape: Sequence[int], dtype: torch.dtype
+) -> bool:
+    """Whether a CPU may compute a convolution of an NHWC image, or a gradient, wrongly.
 
-    With PyTorch 2.13 some of these kinds read or write other memory, and were right in NCHW.
+    With PyTorch 2.13, convolutions of these kinds may read or write other memory in NHWC. In NCHW
+    fewer do: half precision may be wrong there, too, and in plain PyTorch.
     https://github.com/uxlfoundation/oneDNN/issues/6035 explains the pointwise convolutions; random
     convolutions on a processor with AVX-512 showed the others.
 
     Args:
         conv: the geometry, in one to three dimensions.
+        shape: `[N, C, ...]` of the image.
         weight_shape: `[K, C / groups, ...]`.
         dtype: dtype in which the convolution runs.
     """
-    if max(conv.stride) == 1:
-        return False
     channels, *kernel = weight_shape[1:]
     is_half = dtype.itemsize == 2
-    has_few_channels = channels < 16 and (is_half or max(kernel) == 1)
+    if is_half and len(kernel) == 3:
+        return True
+    if max(conv.stride) == 1:
+        return False
+    if max(kernel) == 1:
+        return channels < 16
     if len(kernel) == 3:
-        return is_half or has_few_channels or max(kernel) > 3
-    return has_few_channels or channels * conv.groups == 1
+        return max(kernel) > 3
+    is_narrow = conv.output_shape(shape, weight_shape)[-1] == 1
+    return is_narrow and (is_half or channels * conv.groups == 1)
 
 
 def unserved(argument: str, served: object, given: object) -> str:

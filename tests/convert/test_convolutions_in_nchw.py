@@ -1,4 +1,7 @@
-"""Strided convolutions that PyTorch may compute wrongly in NHWC on a CPU run in NCHW."""
+"""Convolutions that PyTorch may compute wrongly in NHWC on a CPU run in NCHW.
+
+Values of half precision are not compared: plain PyTorch may compute them wrongly in NCHW, too.
+"""
 
 import copy
 
@@ -22,27 +25,31 @@ WRONG_IN_NHWC = [
     (torch.float32, (2, 8, 7, 7, 7), (16, 4, 7, 7, 7), 2, 3, 2),
     (torch.bfloat16, (2, 2, 8, 5), (32, 1, 4, 4), (1, 3), (2, 0), 2),
     (torch.bfloat16, (3, 8, 8, 1), (16, 8, 3, 3), 2, 1, 1),
+    (torch.bfloat16, (2, 64, 8, 1), (64, 32, 3, 3), 2, 1, 2),
     (torch.bfloat16, (4, 4, 4, 4, 8), (2, 4, 5, 5, 5), 2, (2, 1, 2), 1),
+    (torch.bfloat16, (1, 8, 2, 4, 3), (32, 4, 3, 3, 3), 1, 1, 2),
 ]
 
 
 class Formats(TorchDispatchMode):
-    """Counts strided convolutions, and finds those of channels_last images or weights."""
+    """Counts strided and 3-D convolutions, and finds those of channels_last images or weights."""
 
     def __init__(self):
         super().__init__()
         self.count, self.in_nhwc = 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "convolution" in func.name() and max(args[3 + ("backward" in func.name())]) > 1:
+        name = func.name()
+        is_conv = "convolution" in name
+        if is_conv and (args[0].dim() == 5 or max(args[3 + ("backward" in name)]) > 1):
             self.count += 1
             tensors = [t for t in args[:3] if isinstance(t, torch.Tensor) and t.dim() > 3]
-            self.in_nhwc += [(func.name(), t.shape) for t in tensors if layout.is_channels_last(t)]
+            self.in_nhwc += [(name, t.shape) for t in tensors if layout.is_channels_last(t)]
         return func(*args, **(kwargs or {}))
 
 
 class Net(nn.Module):
-    """A norm, an activation and a strided convolution; perhaps an operation between them."""
+    """A norm, an activation and a convolution; perhaps an operation between them."""
 
     def __init__(self, case, is_fused):
         super().__init__()
@@ -59,10 +66,10 @@ class Net(nn.Module):
         return self.conv(h, self.weight, None, stride, padding, 1, groups)
 
 
-def step(net, x, dy=None):
+def step(net, x):
     x = x.detach().requires_grad_()
     y = net(x)
-    y.backward(torch.ones_like(y) if dy is None else dy)
+    y.backward(torch.ones_like(y))
     return [t.double() for t in (y, x.grad, net.weight.grad)]
 
 
