@@ -16,8 +16,8 @@ from preact_kernels.kernels import layout
 
 pytestmark = pytest.mark.backends("cpu")
 
-# Dtype, shapes of image and weight, stride, padding and groups. In NHWC the output or a gradient of
-# each was wrong with PyTorch 2.13 on some processor, and it may corrupt memory.
+# Dtype, shapes of image and weight, stride, padding and groups. In NHWC with PyTorch 2.13, on some
+# processor, each had a wrong output or gradient, or did not end.
 WRONG_IN_NHWC = [
     (torch.float32, (32, 4, 32, 32), (8, 4, 1, 1), 2, 0, 1),
     (torch.float32, (2, 1, 5, 5), (2, 1, 4, 4), (1, 2), 0, 1),
