@@ -27,10 +27,13 @@ void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm
   });
 }
 
-void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
-                                   const Norm& norm, const Tensor* y, const Tensor* g,
-                                   const Tensor& sums) {
-  if (is_planar(x)) return launch_planes_norm_act_backward(size, dy, x, norm, y, g, sums);
+namespace {
+
+// launch_norm_act_backward_mask, and a = act(p) unless `a` is null: x is then in the first-level
+// cache.
+void launch_backward(const ImageSizes& size, const Tensor& dy, const Tensor& x, const Norm& norm,
+                     const Tensor* y, const Tensor* g, const Tensor* a, const Tensor& sums) {
+  if (is_planar(x)) return launch_planes_norm_act_backward(size, dy, x, norm, y, g, a, sums);
   const auto launch_as = [&](auto stores_g, auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -39,6 +42,7 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
     const T* from = data<T>(x);
     const T* output = y != nullptr ? data<T>(*y) : nullptr;
     T* to = stores_g ? mutable_data<T>(*g) : nullptr;
+    T* activated = a != nullptr ? mutable_data<T>(*a) : nullptr;
     const BatchTiles tiles(size, normalisation.has_rows);
     // The sums of a tile that is a whole image are complete.
     const bool is_whole = normalisation.has_rows && tiles.of_image == 1;
@@ -58,6 +62,9 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
         PK_CALL(tile_mask, stores_g, gradient + at, from + at, stored, pixels, size.channels, row,
                 of_tile);
       }
+      if (activated != nullptr) {
+        PK_CALL(tile_norm_act, from + at, activated + at, pixels, size.channels, row);
+      }
       if (!is_whole) return;
       A* sum = out + image * size.channels;
       merge_sums(of_tile, 1, size.channels, normalisation.rstd(image), sum,
@@ -68,6 +75,19 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
   for_dtype(x.scalar_type(), [&](auto value) {
     g != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
   });
+}
+
+}  // namespace
+
+void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
+                                   const Norm& norm, const Tensor* y, const Tensor* g,
+                                   const Tensor& sums) {
+  launch_backward(size, dy, x, norm, y, g, nullptr, sums);
+}
+
+void launch_norm_act_recompute(const ImageSizes& size, const Tensor& dy, const Tensor& x,
+                               const Norm& norm, const Tensor& a, const Tensor& sums) {
+  launch_backward(size, dy, x, norm, nullptr, nullptr, &a, sums);
 }
 
 void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,

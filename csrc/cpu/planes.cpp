@@ -140,7 +140,7 @@ void launch_planes_norm_act_forward(const ImageSizes& size, const Tensor& x, con
 
 void launch_planes_norm_act_backward(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                      const Norm& norm, const Tensor* y, const Tensor* g,
-                                     const Tensor& sums) {
+                                     const Tensor* a, const Tensor& sums) {
   for_dtype(x.scalar_type(), [&](auto value) {
     using T = decltype(value);
     using A = Accumulate<T>;
@@ -149,13 +149,17 @@ void launch_planes_norm_act_backward(const ImageSizes& size, const Tensor& dy, c
     const T* from = data<T>(x);
     const T* output = y != nullptr ? data<T>(*y) : nullptr;
     T* to = g != nullptr ? mutable_data<T>(*g) : nullptr;
+    T* activated = a != nullptr ? mutable_data<T>(*a) : nullptr;
     TileSums<A> of_images(size.images, size.channels);
     const PlaneRuns runs(size);
     runs.for_each([&](int64_t image, int64_t channel, int64_t planes, int64_t at) {
+      const auto row = from_channel(normalisation.row(image), channel);
       PK_CALL(planes_mask, gradient + at, from + at, output == nullptr ? output : output + at,
-              to == nullptr ? to : to + at, planes, runs.pixels,
-              from_channel(normalisation.row(image), channel), of_images.tile(image) + channel,
-              size.channels);
+              to == nullptr ? to : to + at, planes, runs.pixels, row,
+              of_images.tile(image) + channel, size.channels);
+      if (activated != nullptr) {
+        PK_CALL(planes_norm_act, from + at, activated + at, planes, runs.pixels, row);
+      }
     });
     of_images.merge(normalisation, size.images, mutable_data<A>(sums));
   });

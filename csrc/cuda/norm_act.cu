@@ -236,6 +236,12 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
   });
 }
 
+void launch_norm_act_recompute(const ImageSizes& size, const Tensor& dy, const Tensor& x,
+                               const Norm& norm, const Tensor& a, const Tensor& sums) {
+  launch_norm_act_forward(size, x, norm, nullptr, a);
+  launch_norm_act_backward_mask(size, dy, x, norm, nullptr, nullptr, sums);
+}
+
 void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,
                                 const Tensor& dx) {
   const AffineStep& step = *gradient.step;

@@ -38,6 +38,10 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
                                    const Norm& norm, const Tensor* y, const Tensor* g,
                                    const Tensor& sums);
 
+// a = act(p), and the sums of launch_norm_act_backward_mask, in one pass.
+void launch_norm_act_recompute(const ImageSizes& size, const Tensor& dy, const Tensor& x,
+                               const Norm& norm, const Tensor& a, const Tensor& sums);
+
 // dx = [skip +] A*g + B*(x - mean) + C for a gradient with a step. If `activated`, g is first
 // multiplied by act'(p), and there is no skip.
 void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,

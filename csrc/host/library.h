@@ -18,6 +18,7 @@ void define_ops(Library& m) {
   m.def("norm_act_forward(Tensor x, " PK_NORM ", Tensor? residual) -> Tensor");
   m.def("norm_act_backward_sums(Tensor dy, Tensor x, " PK_NORM ", Tensor? y) -> Tensor");
   m.def("norm_act_backward_mask(Tensor dy, Tensor x, " PK_NORM ", Tensor? y) -> (Tensor, Tensor)");
+  m.def("norm_act_recompute(Tensor dy, Tensor x, " PK_NORM ") -> (Tensor, Tensor)");
   m.def("norm_act_backward_input(Tensor dy, Tensor x, " PK_NORM
         ", Tensor sums, float inv_count) -> Tensor");
   m.def("norm_input_gradient(" PK_GRADIENT ") -> Tensor");
@@ -44,6 +45,7 @@ void implement_ops(Library& m) {
   m.impl("norm_act_forward", TORCH_BOX(&norm_act_forward));
   m.impl("norm_act_backward_sums", TORCH_BOX(&norm_act_backward_sums));
   m.impl("norm_act_backward_mask", TORCH_BOX(&norm_act_backward_mask));
+  m.impl("norm_act_recompute", TORCH_BOX(&norm_act_recompute));
   m.impl("norm_act_backward_input", TORCH_BOX(&norm_act_backward_input));
   m.impl("norm_input_gradient", TORCH_BOX(&norm_input_gradient));
   m.impl("norm_act_conv_forward", TORCH_BOX(&norm_act_conv_forward));

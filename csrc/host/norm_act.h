@@ -77,12 +77,24 @@ inline Tensor norm_act_backward_sums(const Tensor& dy, const Tensor& x, PK_NORM_
   return activation_gradient(dy, x, PK_NORM_ARGUMENTS, y, nullptr);
 }
 
-// Used with residuals, and with convolutions that PyTorch computes.
+// Used with residuals, and in stages with convolutions that PyTorch computes.
 inline std::tuple<Tensor, Tensor> norm_act_backward_mask(const Tensor& dy, const Tensor& x,
                                                          PK_NORM_PARAMETERS,
                                                          const std::optional<Tensor>& y) {
   const Tensor g = empty_dense(x, check_images("x", x, is_planar(x)));
   return {g, activation_gradient(dy, x, PK_NORM_ARGUMENTS, y, &g)};
+}
+
+// Used with convolutions that PyTorch computes.
+inline std::tuple<Tensor, Tensor> norm_act_recompute(const Tensor& dy, const Tensor& x,
+                                                     PK_NORM_PARAMETERS) {
+  const Norm norm = norm_of(PK_NORM_ARGUMENTS);
+  const ImageSizes size = check_images("x", x, is_planar(x));
+  check_like("dy", dy, size, x, is_planar(x));
+  check_norm(norm, size, x);
+  const Tensor a = empty_dense(x, size), sums = empty_sums(x, size, norm.has_rows());
+  launch_norm_act_recompute(size, dy, x, norm, a, sums);
+  return {a, sums};
 }
 
 // Checks and allocates for launch_norm_input_gradient.

@@ -214,6 +214,7 @@ class Wanted(NamedTuple):
     input: bool  # g and its sums
     weight: bool  # the gradient of the convolution's weight
     dy: bool = False  # the whole dy; only where a step is deferred
+    activated: bool = False  # g may be the gradient of the activation: `Gradients.activated`
 
 
 class Gradients(NamedTuple):
@@ -223,6 +224,8 @@ class Gradients(NamedTuple):
     sums: Tensor | None
     conv_weight: Tensor | None
     dy: Tensor | None
+    # Whether `g` is the gradient of the activation, not multiplied by act'(p).
+    activated: bool = False
 
 
 class Parameters(NamedTuple):
@@ -327,6 +330,14 @@ class Kernels(Protocol):
         With `y`, the result of `norm_act_forward` with a residual and "relu", `g` is 0 where
         `y <= 0`, else `dy`: a NaN in `y` passes `dy`. `g` is then also the gradient of the
         residual. With a residual and "identity", `g` is `dy`, as without a residual.
+        """
+
+    @abstractmethod
+    def norm_act_recompute(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """`act(p)` as in `norm_act_forward`, and the sums of `norm_act_backward`, in one pass.
+
+        Between the gradients of a convolution's input, `dy`, and of its weight, which needs
+        `act(p)`.
         """
 
     @abstractmethod

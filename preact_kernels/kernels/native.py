@@ -90,6 +90,9 @@ class FlatOps(UnitKernels):
             return self._ops.norm_act_backward_mask.default(dy, x, *norm, y)
         return None, self._ops.norm_act_backward_sums.default(dy, x, *norm, y)
 
+    def norm_act_recompute(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        return self._ops.norm_act_recompute.default(dy, x, *norm)
+
     def norm_input_gradient(self, gradient: Gradient, activated: bool = False) -> Tensor:
         if not activated:
             return self._ops.norm_input_gradient.default(*flat_gradient(gradient))
@@ -136,7 +139,7 @@ class NativeKernels(FlatOps, BlockKernels):
         x, norm, conv_weight = inputs
         op = self._ops.norm_act_conv_backward.default
         given = *flat_gradient(dy), x, *norm, conv_weight, unit.conv.stride
-        return gradients(op(*given, *wanted, unit.dtype), wanted)
+        return gradients(op(*given, *wanted[:3], unit.dtype), wanted)
 
     def block_run_forward(self, run: BlockRun, x: Tensor, wanted: RunWanted) -> BlockRunOutput:
         given = list(filter(None, run.statistics))

@@ -132,8 +132,9 @@ class UnitKernels(Kernels):
             y = self.norm_act_conv_forward(narrow, inputs, Epilogue(conv_bias), mask).y
         else:
             a = self._activated(x, norm, mask).to(unit.dtype)
-            (a,), weight = self._in_convolution_format(unit.conv, [a], conv_weight)
-            y = self.nhwc(_convolve(a, weight, conv_bias, unit.conv))
+            convert = self._to_convolution_format(unit.conv, a, conv_weight)
+            a = convert(a)
+            y = self.nhwc(_convolve(a, _as_images(conv_weight, convert), conv_bias, unit.conv))
             del a
         if residual is not None:
             y, statistics = self.residual_add_forward(
@@ -166,48 +167,66 @@ class UnitKernels(Kernels):
             narrow_wanted = wanted._replace(dy=False)
             found = self.norm_act_conv_backward(narrow, rounded, inputs, narrow_wanted, mask)
             return found._replace(dy=whole if wanted.dy else None)
-        if wanted.weight:
-            a = self._activated(x, norm, mask).to(unit.dtype)
-        else:  # only its shape and dtype are read
-            a = x if x.dtype == unit.dtype else torch.empty_like(x, dtype=unit.dtype)
-        (a, conv_dy), weight = self._in_convolution_format(unit.conv, [a, whole], conv_weight)
-        check_storage("conv_weight", weight)
-        check_storage("dy", conv_dy)
-        needs = [wanted.input, wanted.weight, False]
-        stride, padding, dilation, groups = unit.conv
-        none = [0] * len(stride)
-        da, dconv_weight, _ = torch.ops.aten.convolution_backward(
-            conv_dy, a, weight, None, stride, padding, dilation, False, none, groups, needs
-        )
-        del a
-        g = sums = None
+        like = x if x.dtype == unit.dtype else torch.empty_like(x, dtype=unit.dtype)
+        convert = self._to_convolution_format(unit.conv, like, conv_weight)
+        conv_dy, weight = convert(whole), _as_images(conv_weight, convert)
+        # The input's gradient first: one kernel then computes the activation, for the gradient of
+        # the weight, and the sums, and g is not stored.
+        a = g = sums = dconv_weight = None
         if wanted.input:
-            da = self.nhwc(da.to(x.dtype))
+            if convert is not _unchanged:
+                like = x.new_empty(x.shape, dtype=unit.dtype)
+            da = _convolution_backward(conv_dy, like, weight, unit.conv, of_input=True)
+            g = self.nhwc(da.to(x.dtype))
+            del da
             if mask is not None:
-                da = self.dropout(da, mask)
-            g, sums = self.norm_act_backward(as_image(da), as_image(x), norm, True)
-        if not wanted.weight:
-            dconv_weight = None
-        elif dconv_weight.stride() != conv_weight.stride():
-            dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
-        return Gradients(g, sums, dconv_weight, whole if wanted.dy else None)
+                g = self.dropout(g, mask)
+            g, image = as_image(g), as_image(x)
+            if not wanted.activated:
+                g, sums = self.norm_act_backward(g, image, norm, True)
+            elif wanted.weight:
+                a, sums = self.norm_act_recompute(g, image, norm)
+                a = from_image(a, x.shape, True)
+            else:
+                _, sums = self.norm_act_backward(g, image, norm, False)
+        del like
+        if wanted.weight:
+            a = convert(self._activated(x, norm, mask, a).to(unit.dtype))
+            dconv_weight = _convolution_backward(conv_dy, a, weight, unit.conv, of_input=False)
+            if dconv_weight.stride() != conv_weight.stride():
+                dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
+        activated = wanted.input and wanted.activated
+        return Gradients(g, sums, dconv_weight, whole if wanted.dy else None, activated)
 
-    def _in_convolution_format(
-        self, conv: Conv, images: list[Tensor], weight: Tensor
-    ) -> tuple[list[Tensor], Tensor]:
-        """Images, the input first, and weight in the memory format for PyTorch's convolution."""
-        a = images[0]
+    def _to_convolution_format(
+        self, conv: Conv, a: Tensor, weight: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Returns what converts images to the memory format for PyTorch's convolution.
+
+        Reads only the shape and the dtype of its input `a`.
+        """
         if a.device.type != "cpu":
-            return images, weight
+            return _unchanged
         if may_be_wrong_in_nhwc(conv, a.shape, weight.shape, a.dtype):
-            return [with_plain_strides(t) for t in images], with_plain_strides(weight)
-        if _converts_activation(a, weight):
-            return [self.nchw(t) for t in images], weight
-        return images, weight
+            return with_plain_strides
+        return self.nchw if _converts_activation(a, weight) else _unchanged
 
-    def _activated(self, x: Tensor, norm: Norm, mask: Mask | None) -> Tensor:
-        a = from_image(self.norm_act_forward(as_image(x), norm), x.shape, True)
+    def _activated(
+        self, x: Tensor, norm: Norm, mask: Mask | None, a: Tensor | None = None
+    ) -> Tensor:
+        """The convolution's input; `a` is `act(p)`, if it is known, and is overwritten."""
+        if a is None:
+            a = from_image(self.norm_act_forward(as_image(x), norm), x.shape, True)
         return a if mask is None else self.dropout(a, mask)
+
+
+def _unchanged(t: Tensor) -> Tensor:
+    return t
+
+
+def _as_images(weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """A weight for images that `convert` converted."""
+    return convert(weight) if convert is with_plain_strides else weight
 
 
 def _convolve(a: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Tensor:
@@ -215,6 +234,20 @@ def _convolve(a: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Ten
     stride, padding, dilation, groups = conv
     none = [0] * len(stride)
     return torch.convolution(a, weight, bias, stride, padding, dilation, False, none, groups)
+
+
+def _convolution_backward(
+    dy: Tensor, a: Tensor, weight: Tensor, conv: Conv, *, of_input: bool
+) -> Tensor:
+    """The gradient of a convolution's input `a`, of which only metadata are read, or of weight."""
+    check_storage("conv_weight", weight)
+    check_storage("dy", dy)
+    stride, padding, dilation, groups = conv
+    none, needs = [0] * len(stride), [of_input, not of_input, False]
+    found = torch.ops.aten.convolution_backward(
+        dy, a, weight, None, stride, padding, dilation, False, none, groups, needs
+    )
+    return found[0 if of_input else 1]
 
 
 def _converts_activation(a: Tensor, weight: Tensor) -> bool:

@@ -387,7 +387,7 @@ class StageBackward:
             needs_dy = i == end - 1 and block.is_residual and dy.step is not None
             wanted = Wanted(needs_g, needs_conv_weight, needs_dy)
             unit_inputs = Inputs(h, norm, stage.values.parameters[i].conv_weight)
-            g, sums, dconv_weight, whole = kernels.norm_act_conv_backward(
+            g, sums, dconv_weight, whole, _ = kernels.norm_act_conv_backward(
                 unit, dy, unit_inputs, wanted
             )
             if whole is not None:

@@ -210,6 +210,7 @@ def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[boo
     g: Any = None
     sums: Any = None
     needs_sums = needs_weight or needs_bias
+    activated = conv_weight is None
     if conv_weight is None:
         image, g = call.image(x), call.image(dy)
         if unit.uses_batch or needs_sums:
@@ -218,17 +219,17 @@ def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[boo
             sums = norm.mean.new_zeros(norm.sums_shape(image))
     else:
         dy = layout.nhwc(dy.unsqueeze(2) if call.dims == 3 else dy)
-        wanted = Wanted(needs_x or needs_sums, needs_conv)
+        wanted = Wanted(needs_x or needs_sums, needs_conv, activated=True)
         if any(wanted):
             inputs = Inputs(x, norm, call.image_weight(conv_weight))
-            g, sums, dconv_weight, _ = kernels.norm_act_conv_backward(
+            g, sums, dconv_weight, _, activated = kernels.norm_act_conv_backward(
                 unit, Gradient(dy), inputs, wanted, call.mask(bits)
             )
             if dconv_weight is not None and call.dims == 3:
                 dconv_weight = dconv_weight.squeeze(2)
         if needs_conv_bias:
             dconv_bias = dy.sum((0, *range(2, dy.dim()))).to(unit.dtype)
-    gradients_of_norm = _norm_gradients(call, g, sums, x, norm, needs[:3], conv_weight is None)
+    gradients_of_norm = _norm_gradients(call, g, sums, x, norm, needs[:3], activated)
     return [*gradients_of_norm, dconv_weight, dconv_bias]
 
 

@@ -54,6 +54,7 @@ SCHEMAS = {
     "norm_act_forward": f"(Tensor x, {_NORM}, Tensor? residual) -> Tensor",
     "norm_act_backward_sums": f"(Tensor dy, Tensor x, {_NORM}, Tensor? y) -> Tensor",
     "norm_act_backward_mask": f"(Tensor dy, Tensor x, {_NORM}, Tensor? y) -> (Tensor, Tensor)",
+    "norm_act_recompute": f"(Tensor dy, Tensor x, {_NORM}) -> (Tensor, Tensor)",
     "norm_act_backward_input": (
         f"(Tensor dy, Tensor x, {_NORM}, Tensor sums, Scalar inv_count) -> Tensor"
     ),
@@ -119,6 +120,9 @@ def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
         dy, x, *norm, y = arguments
         g, sums = kernels.norm_act_backward(dy, x, Norm(*norm), name.endswith("mask"), y)
         return sums if g is None else (g, sums)
+    if name == "norm_act_recompute":
+        dy, x, *norm = arguments
+        return kernels.norm_act_recompute(dy, x, Norm(*norm))
     if name == "norm_act_backward_input":
         dy, x, *norm, sums, inv_count = arguments
         step = AffineStep(None, x, Norm(*norm), sums, inv_count)
@@ -136,7 +140,7 @@ def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
         inputs, wanted = Inputs(x, Norm(*rest[:7]), rest[7]), Wanted(*rest[12:])
         y_dtype = (dy.g if dy.step is None else dy.step.x).dtype
         unit = _unit(rest[8:12], inputs, y_dtype, dtype)
-        g, *others = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
+        g, *others, _ = kernels.norm_act_conv_backward(unit, dy, inputs, wanted)
         # With a float32 stream, PyTorch's convolution gives a float32 g.
         return _present(x, g if g is None else g.to(dtype), *others)
     if name == "residual_add_forward":
@@ -190,7 +194,7 @@ class RegisteredKernels(FlatOps):
             return self._pytorch_backward(unit, dy, inputs, wanted, mask)
         op = self._ops.norm_act_conv_backward.default
         given = *flat_gradient(dy), x, *norm, conv_weight, *unit.conv
-        return gradients(op(*given, *wanted, unit.dtype), wanted)
+        return gradients(op(*given, *wanted[:3], unit.dtype), wanted)
 
 
 def _nhwc_like(x: Tensor) -> Tensor:
@@ -234,6 +238,9 @@ class FakeKernels(Kernels):
         self, dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
         return _nhwc_like(x) if with_g else None, _sums_like(x, norm)
+
+    def norm_act_recompute(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        return _nhwc_like(x), _sums_like(x, norm)
 
     def norm_input_gradient(self, gradient: Gradient, activated: bool = False) -> Tensor:
         assert gradient.step is not None

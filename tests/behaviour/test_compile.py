@@ -253,6 +253,7 @@ def kernel_arguments(dtype):
         ],
         "norm_act_backward_sums": backward_of_norms,
         "norm_act_backward_mask": backward_of_norms,
+        "norm_act_recompute": [(x, x.clone(), *norm), (x, x.clone(), *in_rows)],
         "norm_act_backward_input": [
             (x, x, *norm, sums, 1 / 60),
             (x, x, *in_rows, row_sums, 1 / 30),

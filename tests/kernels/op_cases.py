@@ -109,6 +109,7 @@ OPS = {
     "norm_act_backward from y without g": lambda k, given: k.norm_act_backward(
         given.dy, given.x, given.norm_with("relu"), False, given.y
     ),
+    "norm_act_recompute": lambda k, given: k.norm_act_recompute(given.dy, given.x, given.norm),
     "norm_input_gradient": lambda k, given: k.norm_input_gradient(given.gradient),
     "norm_input_gradient without skip": lambda k, given: k.norm_input_gradient(
         given.gradient_without_skip
@@ -162,6 +163,7 @@ def check_ops(given, ops=tuple(OPS), backend=None):
         "norm_act_backward 0": g,
         "norm_act_backward 1": sums,
         "norm_act_backward without g 1": sums,
+        "norm_act_recompute 1": sums,
         "norm_input_gradient activated 0": reference.norm_input_gradient(gradient),
     }
     for op in ops:

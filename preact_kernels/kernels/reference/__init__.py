@@ -10,6 +10,7 @@ from preact_kernels.kernels.reference.bn_stats import bn_stats, group_stats
 from preact_kernels.kernels.reference.norm_act import (
     norm_act_backward,
     norm_act_forward,
+    norm_act_recompute,
     norm_input_gradient,
 )
 from preact_kernels.kernels.running_stats import running_stats_update
@@ -22,6 +23,7 @@ class ReferenceKernels(UnitKernels):
     group_stats = staticmethod(group_stats)
     norm_act_forward = staticmethod(norm_act_forward)
     norm_act_backward = staticmethod(norm_act_backward)
+    norm_act_recompute = staticmethod(norm_act_recompute)
     norm_input_gradient = staticmethod(norm_input_gradient)
     running_stats_update = staticmethod(running_stats_update)
 

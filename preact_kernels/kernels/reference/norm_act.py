@@ -53,6 +53,11 @@ def norm_act_backward(
     return g if with_g else None, sums
 
 
+def norm_act_recompute(dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """See `Kernels.norm_act_recompute`."""
+    return norm_act_forward(x, norm), norm_act_backward(dy, x, norm, False)[1]
+
+
 def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
     """See `Kernels.norm_input_gradient`."""
     g, step = gradient

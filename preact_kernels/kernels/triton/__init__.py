@@ -37,6 +37,7 @@ from preact_kernels.kernels.triton.launch import aligned
 from preact_kernels.kernels.triton.norm_act import (
     norm_act_backward,
     norm_act_forward,
+    norm_act_recompute,
     norm_input_gradient,
 )
 from preact_kernels.kernels.triton.norm_act_conv_backward import launch_norm_act_conv_backward
@@ -53,6 +54,7 @@ class TritonKernels(UnitKernels, BlockKernels):
     group_stats = staticmethod(group_stats)
     norm_act_forward = staticmethod(norm_act_forward)
     norm_act_backward = staticmethod(norm_act_backward)
+    norm_act_recompute = staticmethod(norm_act_recompute)
     norm_input_gradient = staticmethod(norm_input_gradient)
     residual_add_forward = staticmethod(residual_add_forward)
     running_stats_update = staticmethod(fast_running_stats_update)

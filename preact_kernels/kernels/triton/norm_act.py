@@ -329,6 +329,11 @@ def norm_act_backward(
         return g, finished_sums(sums)[0]
 
 
+def norm_act_recompute(dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """See `Kernels.norm_act_recompute`."""
+    return norm_act_forward(x, norm), norm_act_backward(dy, x, norm, False)[1]
+
+
 def _backward_of_images(
     dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
