@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from preact_kernels.activations import ACTIVATIONS
 from preact_kernels.kernels.contract import HALVES
@@ -14,8 +15,11 @@ from preact_kernels.modules.norm_act import NormAct
 from preact_kernels.modules.norm_act_conv import NormActConv
 from preact_kernels.modules.preact_block import PreActBasicBlock, PreActBottleneck
 from preact_kernels.modules.preact_stage import PreActStage
+from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import dispatch
+from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.checks import dtype_name
+from preact_kernels.ops.node import run_unit
 from preact_kernels.ops.residual_add import residual_add
 
 BLOCKS: dict[str, Any] = {"basic": PreActBasicBlock, "bottleneck": PreActBottleneck}
@@ -193,6 +197,19 @@ def _residual_add(column: Column) -> Case:
     return Case("addition", residual_add, plain, inputs)
 
 
+def _residual_norm(column: Column) -> Case:
+    """`relu(norm(x) + branch)`, as at the end of a post-activation block."""
+
+    def fused(x: Tensor, branch: Tensor) -> Tensor:
+        return run_unit(x, UnitArguments(BatchNorm(None, None)), branch)
+
+    def plain(x: Tensor, branch: Tensor) -> Tensor:
+        return F.relu(F.batch_norm(x, None, None, training=True) + branch)
+
+    inputs = {name: _images(4, 48, 9, 7).to(column.dtype) for name in ("x", "branch")}
+    return Case("norm and addition", fused, plain, inputs)
+
+
 def _layout(name: str, column: Column) -> Case:
     def converted(x: Tensor) -> Tensor:
         x = x.detach()
@@ -319,7 +336,7 @@ KINDS: dict[str, Callable[[Column], list[Case]]] = {
         _convs((64, 64), size=3, given=["residual", "scale", "shift"], norm="group"),
         _convs((64, 32), size=1, norm="group"),
     ),
-    "residual addition": lambda column: [_residual_add(column)],
+    "residual addition": lambda column: [_residual_add(column), _residual_norm(column)],
     "layouts": lambda column: [_layout("nhwc", column), _layout("nchw", column)],
     "dropout": lambda column: [_dropout(column)],
     "bottlenecks": _stages(16, 32, 64, kind="bottleneck"),
