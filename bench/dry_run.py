@@ -84,10 +84,14 @@ class Recorder(TorchDispatchMode):
     """Records launches, and the operators of PyTorch that a backend calls.
 
     Convolutions are not run: their results have no values.
+
+    Args:
+        records_all: also record operators between the calls of a backend.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, records_all: bool = False) -> None:
         super().__init__()
+        self._records_all = records_all
         self.recorded: list[_Recorded] = []
         self.calls = 0
         self.counts: dict[str, Count | None] = {}  # instructions by `Launch.code`
@@ -97,6 +101,14 @@ class Recorder(TorchDispatchMode):
         """Records a launch."""
         is_of_run = (self._running or "").startswith("block_run")
         self.recorded.append(_Recorded(launch, tensors, self.calls, is_of_run))
+
+    def update_running_stats(
+        self, running: list[Tensor], batch: list[Tensor], momentum: float
+    ) -> None:
+        """`running_stats_update` as on a GPU, if all operators are recorded."""
+        if self._records_all:
+            torch._foreach_mul_(running, 1 - momentum)
+            torch._foreach_add_(running, batch, alpha=momentum)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -111,7 +123,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name
         is_allocation = name.startswith(("aten::empty", "aten::new_empty"))
-        if function.namespace != "aten" or function.is_view or is_allocation or not self._running:
+        is_recorded = bool(self._running) or self._records_all
+        if function.namespace != "aten" or function.is_view or is_allocation or not is_recorded:
             return function(*args, **kwargs or {})
         if name == "aten::convolution":
             on_meta = [torch.empty_like(t, device="meta") for t in args[:2]]
@@ -138,7 +151,7 @@ class _Calls:
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._kernels, name)
         if name == "running_stats_update":  # calls PyTorch's operators, other ones on a CPU
-            return lambda *_: None
+            return self._recorder.update_running_stats
         if name == "refusal" or not callable(function):
             return function
 
@@ -411,6 +424,61 @@ def _parts(stage: nn.Module, x: Tensor, name: str) -> list[Part]:
     return [parts[key] for key in (True, False) if key in parts]
 
 
+@contextlib.contextmanager
+def _recording(
+    recorder: Recorder, backend: str, multiprocessors: int, with_instructions: bool
+) -> Iterator[None]:
+    """In the body, the recorder records what runs on the backend."""
+    begin_recording = {"cuda": cuda_launches, "triton": triton_launches}[backend]
+    with begin_recording(recorder, multiprocessors, with_instructions) as kernels:
+        own = _Calls(kernels, recorder)
+        with mock.patch.object(dispatch, "kernels_for", lambda *_: own), recorder:
+            yield
+
+
+def unit_steps(
+    cases: Sequence[Any], backend: str, multiprocessors: int = 132, with_instructions: bool = True
+) -> list[list[Launch]]:
+    """Records the launches of one training step of each unit, with all operators of PyTorch.
+
+    Args:
+        cases: `bench.units.UnitCase`s.
+        backend: one of `BACKENDS`.
+        multiprocessors: of the GPU.
+        with_instructions: count the instructions of the kernels.
+
+    Raises:
+        RuntimeError: launches of the backend cannot be recorded on this machine.
+    """
+    recorder, turns = Recorder(records_all=True), []
+    with _recording(recorder, backend, multiprocessors, with_instructions):
+        for case in cases:
+            module = case.module(case.shape[1])
+            x, residual = (
+                torch.empty(case.shape, dtype=torch.bfloat16, memory_format=torch.channels_last)
+                for _ in range(2)
+            )
+            begin = len(recorder.recorded)
+            y = module(x.requires_grad_(), *[residual.requires_grad_()] * case.has_residual)
+            turn = len(recorder.recorded)
+            inputs = [x, *[residual] * case.has_residual, *module.parameters()]
+            torch.autograd.grad(y, inputs, torch.empty_like(y))
+            turns.append((begin, turn, len(recorder.recorded)))
+    steps = []
+    for begin, turn, end in turns:
+        step = []
+        for index, r in enumerate(recorder.recorded[begin:end], start=begin):
+            moved = r.launch.bytes_moved or sum(n or 0 for n in r.tensors.values())
+            launch = r.launch._replace(
+                bytes_moved=moved, direction=FORWARD if index < turn else BACKWARD
+            )
+            step.append(
+                launch._replace(issue_us=_issue_us(launch, recorder.counts, multiprocessors))
+            )
+        steps.append(step)
+    return steps
+
+
 def dry_run(
     network: Network,
     batch: int,
@@ -425,15 +493,8 @@ def dry_run(
     Raises:
         RuntimeError: launches of the backend cannot be recorded on this machine.
     """
-    begin_recording = {"cuda": cuda_launches, "triton": triton_launches}[backend]
     recorder, steps = Recorder(), []
-    with contextlib.ExitStack() as stack:
-        kernels = _Calls(
-            stack.enter_context(begin_recording(recorder, multiprocessors, with_instructions)),
-            recorder,
-        )
-        stack.enter_context(mock.patch.object(dispatch, "kernels_for", lambda *_: kernels))
-        stack.enter_context(recorder)
+    with _recording(recorder, backend, multiprocessors, with_instructions):
         on_cpu = stages(network, batch, dtype, memory, torch.device("cpu"))
         for stage, x in on_cpu:
             begin = len(recorder.recorded)
