@@ -657,10 +657,10 @@ class Autocast(nn.Module):
         super().__init__()
         self.module, self.function = module, function
 
-    def forward(self, **inputs: Tensor) -> Tensor:
-        enabled = inputs["x"].dtype != torch.float64
-        with torch.autocast(inputs["x"].device.type, torch.bfloat16, enabled=enabled):
-            return (self.module or self.function)(**inputs)
+    def forward(self, x: Tensor, **inputs: Tensor) -> Tensor:
+        enabled = x.dtype != torch.float64
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=enabled):
+            return (self.module or self.function)(x=x, **inputs)
 
 
 class Repeated(nn.Module):

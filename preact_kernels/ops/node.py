@@ -51,6 +51,10 @@ class UnitCall(NamedTuple):
         """Converts `t` to `[N, C, H, W]` in the order that the kernels take."""
         return layout.as_planes(t) if self.planar else layout.as_image(t)
 
+    def upcast(self, x: Tensor) -> Tensor:
+        """Converts the saved `x` to the unit's dtype of x: float32 under autocast of CUDA."""
+        return x if x.dtype == self.unit.x_dtype else x.to(self.unit.x_dtype)
+
     def image_weight(self, conv_weight: Tensor) -> Tensor:
         """The weight for kernels of images.
 
@@ -72,11 +76,14 @@ class UnitCall(NamedTuple):
         conv_bias: Tensor | None = None,
         residual: Tensor | None = None,
         bits: Tensor | None = None,
+        upcast: Tensor | None = None,
     ) -> Tensor:
         """The unit's result in its final dimensions and memory format.
 
-        It is detached, since a view would not allow `y.data = ` and in-place changes.
+        It is detached, since a view would not allow `y.data = ` and in-place changes. `upcast` is
+        `self.upcast(x)`, if it is known.
         """
+        x = self.upcast(x) if upcast is None else upcast
         if conv_weight is None:
             added = () if residual is None else (self.image(residual),)
             y = self.kernels.norm_act_forward(self.image(x), norm, *added)
@@ -91,14 +98,15 @@ class UnitCall(NamedTuple):
 class UnitFunction(torch.autograd.Function):
     """`y = act(norm(x))`, or `y = conv(dropout(act(norm(x)))) [+ conv_bias] [+ residual]`.
 
-    x and residual come from `layout.dense`. `bits` are those of the mask of dropout.
+    x and residual come from `layout.dense`. `bits` are those of the mask of dropout. An x in half
+    precision is saved as it is, and converted again in the backward, if the unit is in float32.
     """
 
     @staticmethod
     def forward(ctx, call, x, weight, bias, mean, var, *of_conv):
         ctx.call = call
         ctx.set_materialize_grads(False)
-        conv_weight, _, _, bits = of_conv or (None,) * 4
+        conv_weight, _, _, bits = of_conv[:4] or (None,) * 4
         optional = () if conv_weight is None else (conv_weight,)
         optional = optional if bits is None else (*optional, bits)
         # Only tensors, as tools that draw the graph expect.
@@ -108,7 +116,7 @@ class UnitFunction(torch.autograd.Function):
     @staticmethod
     def described(call, y, x, weight, bias, mean, var, *of_conv):
         """The tensors of `Rerun`, the residual, and what `FirstRun.saved` lists."""
-        conv_weight, conv_bias, residual, bits = of_conv or (None,) * 4
+        conv_weight, conv_bias, residual, bits = of_conv[:4] or (None,) * 4
         saved = [(0, x)]
         if conv_weight is not None and type(conv_weight) is not torch.nn.Parameter:
             saved.append((5, conv_weight))
@@ -117,7 +125,7 @@ class UnitFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if dy is None:  # in the double backward of a convolution
-            return (None,) * 10
+            return (None,) * 11
         call, tensors = ctx.call, (*ctx.saved_tensors, None, None)[:7]
         needed = (*ctx.needs_input_grad[1:], False, False, False, False)
         needs_residual, needs = needed[7], (*needed[:3], *needed[5:7])
@@ -126,7 +134,9 @@ class UnitFunction(torch.autograd.Function):
         dresidual = None
         if needs_residual:
             dresidual = dy.unsqueeze(2) if call.dims == 3 else dy
-        return None, dx, dweight, dbias, None, None, dconv_weight, dconv_bias, dresidual, None
+        dx = None if dx is None else dx.to(tensors[0].dtype)
+        of_conv = dconv_weight, dconv_bias, dresidual, None, None
+        return None, dx, dweight, dbias, None, None, *of_conv
 
 
 class SumFunction(torch.autograd.Function):
@@ -136,16 +146,17 @@ class SumFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, call, x, weight, bias, mean, var, residual):
+    def forward(ctx, call, x, weight, bias, mean, var, residual, upcast=None):
         ctx.call = call
         ctx.set_materialize_grads(False)
-        y = call.result(x, call.norm(weight, bias, mean, var), residual=residual)
+        norm = call.norm(weight, bias, mean, var)
+        y = call.result(x, norm, residual=residual, upcast=upcast)
         activated = (y,) if call.unit.activation == RELU else ()
         ctx.save_for_backward(x, weight, bias, mean, var, *activated)
         return y
 
     @staticmethod
-    def described(call, y, x, weight, bias, mean, var, residual):
+    def described(call, y, x, weight, bias, mean, var, residual, upcast=None):
         """See `UnitFunction.described`."""
         saved = [(0, x), (5, y)] if call.unit.activation == RELU else [(0, x)]
         return (weight, bias, mean, var, None, None, None), residual, saved
@@ -153,14 +164,15 @@ class SumFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         if dy is None:
-            return (None,) * 7
-        call, (_, needs_x, *needs_affine, _, _, needs_residual) = ctx.call, ctx.needs_input_grad
+            return (None,) * 8
+        call, (_, needs_x, *needs_affine, _, _, needs_residual) = ctx.call, ctx.needs_input_grad[:7]
         saved = ctx.saved_tensors  # read once: hooks may compute them again
         tensors, results = saved[:5], saved[5:]
         needs, x = (needs_x, *needs_affine), layout.dense(tensors[0], call.planar)
         is_plain = runs_plain_backward(dy)
         needs_sums = call.unit.uses_batch or any(needs_affine)
         if results and needs_sums and not is_plain:
+            x = call.upcast(x)
             image, norm, y = call.image(x), call.norm(*tensors[1:]), call.image(*results)
             g, sums = call.kernels.norm_act_backward(call.image(dy), image, norm, True, y)
             found = _norm_gradients(call, g, sums, x, norm, needs)
@@ -173,8 +185,9 @@ class SumFunction(torch.autograd.Function):
             found = run(call, dy, (*tensors, None, None), (*needs, False, False))
             dy = dy if call.dims > 3 else dy.reshape(x.shape)
         dx, dweight, dbias, *_ = found
+        dx = None if dx is None else dx.to(tensors[0].dtype)
         dresidual = dy if needs_residual else None
-        return None, dx, dweight, dbias, None, None, dresidual
+        return None, dx, dweight, dbias, None, None, dresidual, None
 
 
 def _plain_backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[bool]) -> list:
@@ -187,7 +200,7 @@ def _plain_backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequen
     def forward(x, weight, bias, conv_weight, conv_bias):
         kernel = None if conv_weight is None else call.image_weight(conv_weight)
         norm = call.norm(weight, bias, mean, var)
-        y = differentiable_unit(unit, x, norm, kernel, conv_bias, call.mask(bits))
+        y = differentiable_unit(unit, call.upcast(x), norm, kernel, conv_bias, call.mask(bits))
         return y if has_conv or call.dims > 3 else y.reshape(dy.shape)
 
     if has_conv:
@@ -205,7 +218,7 @@ def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[boo
     kernels, unit = call.kernels, call.unit
     norm = call.norm(weight, bias, mean, var)
     # Hooks of saved tensors may return another memory format.
-    x = layout.dense(x, call.planar)
+    x = call.upcast(layout.dense(x, call.planar))
     dconv_weight = dconv_bias = None
     g: Any = None
     sums: Any = None
@@ -394,24 +407,27 @@ def _activated(
     """A unit without its convolution; `residual` is added before the activation."""
     norm, _, _, scale_shift, *_ = given
     unit, channels_last, may_be_planar = checked
-    x = x if x.dtype == unit.dtype else x.to(unit.dtype)
     if x.numel() == 0 and norm.process_group is None:
+        x = x.to(unit.dtype)
         h = scale_shift.plain(norm.plain_of_empty_batch(x)).to(x.dtype)
         h = h if residual is None else h + residual
         return activate(h, unit.activation), None, None
     planar = may_be_planar and kernels.serves_planes
     dims, x = x.dim(), layout.dense(x, planar)
-    weight, bias = norm.affine(x, x.shape[1])
+    wide = x.detach() if x.dtype == unit.dtype else x.detach().to(unit.dtype)
+    weight, bias = norm.affine(wide, x.shape[1])
     if scale_shift is not NO_SCALE_SHIFT:
         weight, bias = scale_shift.of(weight, bias)
     call = UnitCall(kernels, unit, None, dims, channels_last, planar)
-    statistics, fixed = _statistics(norm, kernels, call.image(x.detach()), first)
+    statistics, fixed = _statistics(norm, kernels, call.image(wide), first)
     call = call if fixed is None else call._replace(fixed_inv_count=fixed)
+    upcast = () if x.dtype == unit.dtype else (wide,)
+    tensors = x, weight, bias, *statistics
     if residual is None:
-        y = _apply(first, UnitFunction, call, x, weight, bias, *statistics)
-        return y, statistics, fixed
-    added = layout.dense(residual, planar)
-    y = _apply(first, SumFunction, call, x, weight, bias, *statistics, added)
+        of_conv = (None, None, None, None) if upcast else ()
+        y = _apply(first, UnitFunction, call, *tensors, *of_conv, *upcast)
+    else:
+        y = _apply(first, SumFunction, call, *tensors, layout.dense(residual, planar), *upcast)
     return y, statistics, fixed
 
 

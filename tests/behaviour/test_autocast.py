@@ -1,13 +1,23 @@
 """Under autocast: results in its dtype, statistics in float32, on every backend."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 
 import preact_kernels as pk
+from preact_kernels.norms import GroupNorm
+from preact_kernels.ops import checks, unit
+from preact_kernels.ops.activation import activation_of
+from preact_kernels.ops.arguments import UnitArguments
+from preact_kernels.ops.autocast import is_autocast
+from preact_kernels.ops.memory_mode import MEMORY_MODES
+from preact_kernels.ops.node import run_unit
 from tests.cases import (
     EVERY_MODULE,
+    INF,
+    NAN,
     Autocast,
     ConvCase,
     NormCase,
@@ -19,7 +29,7 @@ from tests.cases import (
     plain_bn_relu_conv2d,
     random_block,
 )
-from tests.oracle import check, evaluate, plain_copy, same_bits
+from tests.oracle import assert_same_bits, check, evaluate, plain_copy, same_bits
 
 pytestmark = pytest.mark.backends("cpu")  # most dtypes are chosen above the backends
 
@@ -145,3 +155,110 @@ def test_autocast_that_is_switched_off_and_float64_change_no_dtype(backend):
         with torch.autocast(x.device.type, enabled=False):
             assert module(x).dtype == torch.float32
         assert module.double()(x.double()).dtype == torch.float64
+
+
+@pytest.fixture
+def float32_group_norms(monkeypatch):
+    """Autocast computes group norms in float32, as it does on CUDA."""
+
+    def result_dtype(norm, x):
+        return torch.float32 if is_autocast(x) else x.dtype
+
+    monkeypatch.setattr(GroupNorm, "result_dtype", result_dtype)
+    monkeypatch.setattr(unit, "_passed", checks.Passed())
+
+
+def group_norm_act(x, weight, bias, residual=None, activation="silu"):
+    given = UnitArguments(GroupNorm(weight, bias, groups=4), activation_of(activation))
+    return run_unit(x, given, residual)
+
+
+def channels_last(x):
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.contiguous(memory_format=formats[x.dim()])
+
+
+@pytest.mark.parametrize("create_graph", [False, True], ids=["", "double_backward"])
+@pytest.mark.parametrize("residual", [None, "relu", "identity"])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(3, 8, 6, 5),
+        channels_last(torch.randn(3, 8, 6, 5)),
+        channels_last(torch.randn(2, 8, 3, 4, 5)),
+        torch.randn(3, 8, 7),
+        torch.randn(3, 16, 12, 5)[:, ::2, ::2],
+        torch.randn(0, 8, 6, 5),
+        torch.tensor([NAN, INF, -0.0, 1e-40, 3e38]).repeat(1, 8, 5, 1),
+    ],
+    ids=["nchw", "nhwc", "volume", "sequence", "slice", "empty", "not_finite"],
+)
+@pytest.mark.backends("reference", "cpu")
+def test_a_float32_norm_saves_its_half_precision_input(
+    x, residual, create_graph, backend, float32_group_norms
+):
+    call = partial(group_norm_act, activation=residual or "silu")
+    inputs = [x.to(torch.bfloat16), torch.randn(8), torch.randn(8)]
+    inputs += [] if residual is None else [torch.randn(x.shape)]
+    saved = []
+
+    def results(is_saved_in_half):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        x, *rest = leaves
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+            torch.autocast("cpu", torch.bfloat16, enabled=is_saved_in_half),
+        ):
+            y = call(x if is_saved_in_half else x.float(), *rest)
+        dy = torch.linspace(-1, 2, y.numel()).view(y.shape)
+        found = torch.autograd.grad(y, leaves, dy, create_graph=create_graph)
+        if create_graph and x.numel():
+            loss = sum((g.float() * (g.float() + 1)).sum() for g in found)
+            second = torch.autograd.grad(loss, leaves, allow_unused=True)
+            # Payloads of NaN depend on the order of sums.
+            found += tuple(t if t is None else t.where(~t.isnan(), 7.0) for t in second)
+        return {str(index): t for index, t in enumerate([y, *found])}
+
+    expected = results(False)
+    saved.clear()
+    assert_same_bits(results(True), expected)
+    of_sum = [torch.float32] if residual == "relu" else []
+    if x.numel():
+        assert [t.dtype for t in saved if t.numel() == x.numel()] == [torch.bfloat16, *of_sum]
+
+
+class NormNet(torch.nn.Module):
+    """Three group norms and SiLUs without convolutions; `is_explicit` casts their inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.GroupNorm(4, 16) for _ in range(3))
+        self.convs = torch.nn.ModuleList(torch.nn.Conv2d(16, 16, 1) for _ in range(3))
+        self.is_explicit = False
+
+    def forward(self, x):
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            h = conv(x)
+            h = torch.nn.functional.silu(norm(h.float() if self.is_explicit else h))
+            x = x + h.cumsum(2)
+        return x
+
+
+@pytest.mark.parametrize("memory", MEMORY_MODES)
+def test_models_save_half_precision_inputs_of_float32_norms(memory, backend, float32_group_norms):
+    net, x = NormNet(), torch.randn(2, 16, 8, 9).to(torch.bfloat16)
+
+    def results(is_explicit):
+        model = copy.deepcopy(net)
+        model.is_explicit = is_explicit
+        model = Autocast(pk.convert(model, memory=memory))
+        kept = pk.saved_bytes(model, x)
+        return evaluate(model, {"x": x}), kept
+
+    (found, kept), (expected, kept_explicit) = results(False), results(True)
+    assert_same_bits(found, expected)
+    assert found["dx"].dtype == torch.bfloat16
+    if memory == "store":
+        assert kept_explicit - kept == 3 * 2 * x.numel()
+    else:
+        assert kept <= kept_explicit
