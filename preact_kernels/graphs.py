@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, Optimizer, RMSprop
 
-from preact_kernels.torch_compat import end_allocation_to_pool
+from preact_kernels.norms import process_group
+from preact_kernels.torch_compat import BatchNormBase, end_allocation_to_pool
 
 # Optimizers with an initial state of zeros (SGD only without dampening).
 _BEGIN_WITH_ZEROS = (SGD, Adam, AdamW, RMSprop, Adadelta, Adamax)
@@ -76,7 +77,7 @@ class _CapturedStep(_Step):
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.graph = torch.cuda.CUDAGraph()
         try:
-            with _capture_errors(), _capture(self.graph, device):
+            with _capture_errors(self.model), _capture(self.graph, device):
                 self.loss = self._whole()
         except BaseException:
             self.optimizer.zero_grad(set_to_none=True)  # their memory was never written
@@ -110,7 +111,7 @@ class _CapturedStep(_Step):
                 self.optimizer.zero_grad(set_to_none=True)
                 # nn.SyncBatchNorm synchronises, but not in a capture.
                 if not any(isinstance(m, nn.SyncBatchNorm) for m in self.model.modules()):
-                    with _capture_errors(), _no_synchronization():
+                    with _capture_errors(self.model), _no_synchronization():
                         self._whole()
                 self.optimizer.zero_grad(set_to_none=True)  # the graph allocates gradients
         finally:
@@ -160,8 +161,25 @@ class _CapturedStep(_Step):
         return self.loss.clone()
 
 
+def _averaging(model: nn.Module) -> str:
+    """Names the batch norms that may read their count of batches on the host, if there are any."""
+    names = [
+        name or "model"
+        for name, m in model.named_modules()
+        if isinstance(m, BatchNormBase)
+        and m.training
+        and m.momentum is None
+        and m.num_batches_tracked is not None
+    ]
+    if not names:
+        return ""
+    return (
+        f"; PyTorch's batch norms with momentum=None read num_batches_tracked: {', '.join(names)}"
+    )
+
+
 @contextlib.contextmanager
-def _capture_errors() -> Iterator[None]:
+def _capture_errors(model: nn.Module) -> Iterator[None]:
     """Turns errors of a capture into a `ValueError` that names the arguments."""
     try:
         yield
@@ -173,7 +191,7 @@ def _capture_errors() -> Iterator[None]:
         raise ValueError(
             "model, loss_fn, optimizer: expected a step that can be captured in a CUDA graph "
             "(nothing read back to the host, such as .item(), and no synchronisation), got "
-            f"{str(first).splitlines()[0]}"
+            f"{str(first).splitlines()[0]}{_averaging(model)}"
         ) from error
 
 
@@ -239,6 +257,18 @@ class _State:
 def _constants(group: dict) -> dict:
     """Options of a parameter group that become constants of the graph."""
     return {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
+
+
+def _check_process_groups(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        group = process_group(module)
+        if group is not None:
+            backend = torch.distributed.get_backend_config(group)
+            if "nccl" not in backend:
+                raise ValueError(
+                    f"model: expected an NCCL process group of {name or 'model'} to capture in a "
+                    f"CUDA graph, got {backend}"
+                )
 
 
 def _check_capturable(optimizer: Optimizer, scaler: object) -> None:
@@ -307,7 +337,8 @@ def graphed_step(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: model and examples are on different devices, the step cannot be captured, or,
+        ValueError: model and examples are on different devices, the step cannot be captured (for
+            example, a plain batch norm with `momentum=None`, or a process group without NCCL), or,
             from the step, a batch has another shape or dtype or a captured option has changed.
     """
     for name, value, kind, expected in (
@@ -332,5 +363,6 @@ def graphed_step(
     arguments = (model, loss_fn, optimizer, example_input, example_target, scaler)
     if device.type != "cuda":
         return _Step(*arguments)
+    _check_process_groups(model)
     _check_capturable(optimizer, scaler)
     return _CapturedStep(*arguments)

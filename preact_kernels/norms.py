@@ -23,6 +23,7 @@ from preact_kernels.ops.plain_operators import (
     runs_plain,
 )
 from preact_kernels.ops.statistics import (
+    InvCount,
     affine,
     batch_statistics,
     inv_count_of,
@@ -191,7 +192,7 @@ class NormArguments(_Arguments):
             mean, var = self.running_mean.clone(), self.running_var.clone()
         return self._replace(running_mean=mean, running_var=var)
 
-    def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, float | None]:
+    def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, InvCount | None]:
         """The statistics for `x`, dense NHWC, and their fixed `inv_count` (see `inv_count_of`)."""
         if self.groups is not None:
             return kernels.group_stats(x, self.groups), None
@@ -201,7 +202,7 @@ class NormArguments(_Arguments):
         return running_statistics(x, self.running_mean, self.running_var), 0.0
 
     def update(
-        self, kernels: Kernels, x: Tensor, statistics: Statistics | None, fixed: float | None
+        self, kernels: Kernels, x: Tensor, statistics: Statistics | None, fixed: InvCount | None
     ) -> None:
         """Updates the running statistics after `statistics` normalised `x`.
 

@@ -271,6 +271,12 @@ def sync_batch_norm(
     )
 
 
+# Renamed in torch 2.13; missing in builds without `torch.distributed`.
+all_gather_single: Any = getattr(torch.distributed, "all_gather_single", None) or getattr(
+    torch.distributed, "all_gather_into_tensor", None
+)
+
+
 def has_module_hook(module: nn.Module) -> bool:
     """Whether hooks are registered on `module`. PyTorch has no public equivalent."""
     return bool(

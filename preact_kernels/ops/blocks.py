@@ -29,11 +29,14 @@ from preact_kernels.kernels.contract import (
     Statistics,
     Unit,
     Wanted,
+    samples_of,
 )
 from preact_kernels.ops.plain import differentiable_unit
 from preact_kernels.ops.statistics import (
+    InvCount,
     batch_statistics,
     inv_count_of,
+    inv_count_of_sums,
     running_statistics,
     sums_over_group,
     unbiased,
@@ -103,7 +106,7 @@ class Stage:
         first_unit: index of each block's first unit, then the number of units.
         values: the tensors that the caller passed.
         statistics: statistics of the input; None until a forward computes them.
-        fixed_inv_counts: see `inv_count_of`.
+        fixed_inv_counts: see `inv_count_of_sums`.
         inv_counts: 1 / samples per channel, for units with batch statistics.
         inputs: inputs; None if not kept.
     """
@@ -122,7 +125,7 @@ class Stage:
             self.first_unit.append(len(self.units))
         self.statistics: list[Any] = [None] * len(self.units)
         self.fixed_inv_counts: list[float | None] = [None] * len(self.units)
-        self.inv_counts: list[float] = [0.0] * len(self.units)
+        self.inv_counts: list[InvCount] = [0.0] * len(self.units)
         self.inputs: list[Any] = [None] * len(self.units)
 
     def use_running_statistics(self, x: Tensor) -> None:
@@ -254,7 +257,7 @@ class Stage:
                 self.statistics[index], fixed = batch_statistics(
                     self.kernels, h, unit.process_group, x_statistics
                 )
-                self.fixed_inv_counts[index] = fixed
+                self.fixed_inv_counts[index] = inv_count_of_sums(fixed)
                 self.inv_counts[index] = inv_count_of(h, fixed)
             norm = self.norm(index)
             if index == first and block.projection is not None:
@@ -408,7 +411,7 @@ class StageBackward:
             self._set_gradients(i, dconv_weight, sums)
             # Gradients of weight and bias are per process; the gradient of `h` needs all sums.
             if g is not None and sums is not None and (i > first or needs_input):
-                sums = sums_over_group(sums, unit.process_group)
+                sums = sums_over_group(sums, samples_of(h.shape), unit.process_group)
                 passes_on = i == begin and block.is_residual and block.projection is None
                 skip = block_dy if passes_on else None
                 inv_count = inv_count_of(h, stage.fixed_inv_counts[i])

@@ -23,6 +23,7 @@ from preact_kernels.kernels.contract import (
     Statistics,
     Unit,
     Wanted,
+    samples_of,
 )
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.norms import NormArguments
@@ -32,7 +33,7 @@ from preact_kernels.ops.autocast import compute_dtype, has_autocast
 from preact_kernels.ops.dropout import drawn
 from preact_kernels.ops.plain import differentiable_unit, gradients
 from preact_kernels.ops.plain_operators import runs_plain_backward
-from preact_kernels.ops.statistics import step_sums
+from preact_kernels.ops.statistics import InvCount, inv_count_of, inv_count_of_sums, step_sums
 from preact_kernels.ops.unit import CheckedUnit, checked_unit, unit_without_conv, with_served_weight
 
 
@@ -41,7 +42,7 @@ class UnitCall(NamedTuple):
 
     kernels: Kernels
     unit: Unit
-    fixed_inv_count: float | None  # see `inv_count_of`
+    fixed_inv_count: float | None  # see `inv_count_of_sums`
     dims: int  # dimensions of the result
     channels_last: bool  # memory format of the result
     planar: bool = False  # x is in NCHW order
@@ -264,7 +265,8 @@ def _norm_gradients(
         dweight, dbias = parameter_gradients(sums, *affine, needs_affine)
     if needs_x:
         image = call.image(x)
-        shared = step_sums(sums, norm, unit.norm_groups, unit.process_group)
+        count = samples_of(image.shape)
+        shared = step_sums(sums, norm, unit.norm_groups, count, unit.process_group)
         inv_count = inv_count_in(image, unit.norm_groups, call.fixed_inv_count)
         step = AffineStep(None, image, norm, shared, inv_count)
         g = g if g.dtype == x.dtype else g.to(x.dtype)
@@ -279,9 +281,9 @@ def inv_count_in(x: Tensor, groups: int | None, fixed: float | None) -> float:
     Batch norm counts the pixels of the batch. Group norms count the pixels of an image, as
     `step_sums` averages over the channels of a group.
     """
-    if fixed is not None:
-        return fixed
-    return 1.0 / ((x.shape[0] if groups is None else 1) * x.shape[2] * x.shape[3])
+    if groups is None or fixed is not None:
+        return inv_count_of(x, fixed)
+    return 1.0 / (x.shape[2] * x.shape[3])
 
 
 def parameter_gradients(
@@ -393,7 +395,7 @@ def run_unit(
 
 
 # The result, then the results of `norm.statistics`, which are None for an empty batch.
-_Result = tuple[Tensor, Statistics | None, float | None]
+_Result = tuple[Tensor, Statistics | None, InvCount | None]
 
 
 def _activated(
@@ -420,7 +422,7 @@ def _activated(
         weight, bias = scale_shift.of(weight, bias)
     call = UnitCall(kernels, unit, None, dims, channels_last, planar)
     statistics, fixed = _statistics(norm, kernels, call.image(wide), first)
-    call = call if fixed is None else call._replace(fixed_inv_count=fixed)
+    call = call if fixed is None else call._replace(fixed_inv_count=inv_count_of_sums(fixed))
     upcast = () if x.dtype == unit.dtype else (wide,)
     tensors = x, weight, bias, *statistics
     if residual is None:
@@ -433,7 +435,7 @@ def _activated(
 
 def _statistics(
     norm: NormArguments, kernels: Kernels, x: Tensor, first: FirstRun | None
-) -> tuple[Statistics, float | None]:
+) -> tuple[Statistics, InvCount | None]:
     statistics, fixed = norm.statistics(kernels, x)
     if first is not None and not norm.training and norm.groups is None:
         # A copy, as running statistics may change.
@@ -492,7 +494,8 @@ def _convolved(
     parameters = norm.affine(x, x.shape[1])
     if scale_shift is not NO_SCALE_SHIFT:
         parameters = scale_shift.of(*parameters)
-    call = UnitCall(kernels, unit, fixed, dims, channels_last, False, factor)
+    inv_count = inv_count_of_sums(fixed)
+    call = UnitCall(kernels, unit, inv_count, dims, channels_last, False, factor)
     weights = conv_weight, conv_bias, residual
     y = _apply(first, UnitFunction, call, x, *parameters, *statistics, *weights, bits)
     return y if added_last is None else y + added_last, statistics, fixed

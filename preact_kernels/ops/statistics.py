@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -34,14 +34,24 @@ def affine(
     return weight, bias
 
 
-def inv_count_of(x: Tensor, fixed: float | None = None) -> float:
+# 1 / samples per channel: with a process group, a tensor on the device that the host does not read.
+InvCount = float | Tensor
+
+
+def inv_count_of(x: Tensor, fixed: Any = None) -> Any:
     """1 / samples per channel of `x`, unless fixed.
 
-    It is fixed if it does not follow from the shape of `x`: 0 in evaluation mode, and
-    1 / samples of all processes with a process group. Otherwise the backward computes it from `x`:
-    Dynamo would recompile for each value of a number that the forward passes to the backward.
+    It is fixed if it does not follow from the shape of `x`: 0 in evaluation mode, and an `InvCount`
+    of all processes with a process group. Otherwise the backward computes it from `x`: Dynamo would
+    recompile for each value of a number that the forward passes to the backward.
     """
-    return 1.0 / samples_of(x.shape) if fixed is None else fixed
+    # A process of a group may have no samples.
+    return 1.0 / (samples_of(x.shape) or 1) if fixed is None else fixed
+
+
+def inv_count_of_sums(fixed: InvCount | None) -> float | None:
+    """The fixed `inv_count` of the backward's sums, which `sums_over_group` scales to this rank."""
+    return None if isinstance(fixed, Tensor) else fixed
 
 
 def running_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor) -> Statistics:
@@ -54,7 +64,7 @@ def running_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor) -> 
 
 def batch_statistics(
     kernels: Kernels, x: Tensor, process_group=None, known: Statistics | None = None
-) -> tuple[Statistics, float | None]:
+) -> tuple[Statistics, Tensor | None]:
     """The statistics of the batch, and their fixed `inv_count` (see `inv_count_of`).
 
     Args:
@@ -69,57 +79,80 @@ def batch_statistics(
     return _over_group(statistics, samples_of(x.shape), process_group)
 
 
-def _over_group(local: Statistics, count: int, process_group) -> tuple[Statistics, float]:
-    """Merges the statistics of all ranks, weighted by their counts (Chan et al., 1979)."""
+def _over_group(local: Statistics, count: int, process_group) -> tuple[Statistics, Tensor]:
+    """Merges the statistics of all ranks, weighted by their counts (Chan et al., 1979).
+
+    The host reads nothing, unless this rank has no samples.
+    """
     mean, var = local
-    row = torch.cat([mean.double(), var.double(), mean.new_tensor([count], dtype=torch.double)])
-    ranks = [torch.empty_like(row) for _ in range(torch.distributed.get_world_size(process_group))]
-    torch.distributed.all_gather(ranks, row, group=process_group)
-    table = torch.stack([r for r in ranks if r[-1] > 0])
-    channels = mean.numel()
-    means, variances, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
+    row = _with_count(torch.cat((mean, var)), count)
+    size = torch.distributed.get_world_size(process_group)
+    table = row.new_empty(size * row.numel())
+    torch_compat.all_gather_single(table, row, group=process_group)
+    table = table.view(size, -1)
+    counts, channels = table[:, -1:], mean.numel()
     total = counts.sum()
+    if count == 0 and not total:
+        raise ValueError("x: expected samples in a process of the group, got empty batches in all")
+    table = table.where(counts > 0, 0.0)  # statistics of an empty batch are NaN
+    means, variances = table[:, :channels], table[:, channels:-1]
     merged_mean = (means * counts).sum(0) / total
     merged_var = ((variances + (means - merged_mean) ** 2) * counts).sum(0) / total
-    return Statistics(merged_mean.to(mean), merged_var.to(var)), 1.0 / float(total)
+    return Statistics(merged_mean.to(mean), merged_var.to(var)), total.reciprocal()
 
 
-def sums_over_group(sums: Tensor, process_group) -> Tensor:
-    """Adds the sums of all ranks, for the gradient of the input."""
+def _with_count(values: Tensor, count: int) -> Tensor:
+    """Values and a count as one message; float64 holds every count."""
+    values = values.double().flatten()
+    return torch.cat((values, values.new_full((1,), count)))
+
+
+def sums_over_group(sums: Tensor, count: int, process_group) -> Tensor:
+    """`count / total` times the sums of all ranks, for the gradient of the input.
+
+    `count` and `total` are the samples per channel of this rank and of all ranks. The host does not
+    know `total`, so the step's `inv_count` is `1 / count`. Without a group, returns `sums`.
+    """
     if process_group is None:
         return sums
-    sums = sums.clone()
-    torch.distributed.all_reduce(sums, group=process_group)
-    return sums
+    row = _with_count(sums, count)
+    torch.distributed.all_reduce(row, group=process_group)
+    return (row[:-1] * (count / row[-1])).view_as(sums).to(sums.dtype)
 
 
-def step_sums(sums: Tensor, norm: Norm, groups: int | None, process_group) -> Tensor:
+def step_sums(sums: Tensor, norm: Norm, groups: int | None, count: int, process_group) -> Tensor:
     """The sums of an affine step: pooled if the norm has rows (see `contract`).
 
     Args:
         sums: `Gradients.sums`.
         norm: the norm.
         groups: groups of channels per image; None: statistics per channel.
+        count: samples per channel of this process.
         process_group: the group that shares the statistics per channel, or None.
     """
     if sums.dim() == 2:
-        return sums if process_group is None else sums_over_group(sums, process_group)
+        return sums_over_group(sums, count, process_group)
     weighted = sums * norm.weight
     if groups is None:
-        shared = sums_over_group(weighted.sum(1, keepdim=True), process_group)
+        shared = sums_over_group(weighted.sum(1, keepdim=True), count, process_group)
         return shared.expand_as(weighted).contiguous()
     in_groups = weighted.view(2, weighted.shape[1], groups, -1)
     shared = in_groups.mean(3, keepdim=True).expand_as(in_groups)
     return shared.reshape(weighted.shape).contiguous()
 
 
-def unbiased(variances: list[Tensor], inv_counts: Sequence[float]) -> list[Tensor]:
+def unbiased(variances: list[Tensor], inv_counts: Sequence[InvCount]) -> list[Tensor]:
     """Variances times `m / (m - 1)`, for `m` samples per channel."""
     if not variances:
         return []
-    factors = []
+    factors: list[Any] = []
     for inv_count in inv_counts:
-        factors.append(1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0)
+        if isinstance(inv_count, Tensor):
+            factors.append(torch.where(inv_count < 1, 1 / (1 - inv_count), 1.0))
+        else:
+            factors.append(1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0)
+    if any([isinstance(factor, Tensor) for factor in factors]):
+        return [var * factor for var, factor in zip(variances, factors, strict=True)]
     if torch.compiler.is_compiling() or not variances[0].is_cpu:
         return list(torch_compat.foreach_mul(variances, factors))
     if len(variances) == 1:
@@ -179,9 +212,8 @@ def update_running_statistics(
         if not means or bn.running_mean is None or bn.running_var is None:
             continue
         running, batch = [bn.running_mean, bn.running_var], [means[index], variances[index]]
-        if bn.momentum is None:  # symbolic when traced, so it cannot be a key
-            momentum = 1.0 / (float(cast(Tensor, bn.batch_count)) + 1.0)
-            kernels.running_stats_update(running, batch, momentum)
+        if bn.momentum is None:
+            _average_cumulatively(running, batch, cast(Tensor, bn.batch_count))
             continue
         targets, values = by_momentum.setdefault(bn.momentum, ([], []))
         targets.extend(running)
@@ -190,6 +222,18 @@ def update_running_statistics(
         kernels.running_stats_update(targets, values, momentum)
     if counts:
         torch_compat.foreach_add_(counts, 1)
+
+
+def _average_cumulatively(
+    running: Sequence[Tensor], batch: Sequence[Tensor], count: Tensor
+) -> None:
+    """`running = running + (batch - running) / (count + 1)`, in place, in float64.
+
+    Unlike PyTorch, the host does not read the count, so that a CUDA graph can capture this.
+    """
+    momentum = 1 / (count.double() + 1)
+    for r, b in zip(running, batch, strict=True):
+        r.copy_(momentum * b.double() + (1 - momentum) * r.double())
 
 
 def _check_running(norms: Sequence[Updated]) -> None:

@@ -405,3 +405,11 @@ def test_synchronised_batch_norms_count_a_batch_once(process_group, tracks):
     y.sum().backward()
     if tracks:
         assert model.bn.num_batches_tracked == 1
+
+
+def test_a_synchronised_batch_norm_refuses_empty_batches_in_all_processes(process_group):
+    mean, var = torch.zeros(4), torch.ones(4)
+    options = {"training": True, "process_group": torch.distributed.group.WORLD}
+    with pytest.raises(ValueError, match="empty batches in all"):
+        pk.batch_norm_act(torch.randn(0, 4, 6, 6), None, None, mean, var, **options)
+    assert torch.equal(mean, torch.zeros(4)) and torch.equal(var, torch.ones(4))

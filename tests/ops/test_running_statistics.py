@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import preact_kernels as pk
 from preact_kernels.ops.statistics import unbiased
 from testbed import published_models as foreign
-from tests.cases import random_stage
-from tests.oracle import evaluate, plain_copy, same_bits
+from tests.cases import CalledOps, random_stage
+from tests.oracle import assert_within_budget, distance, evaluate, plain_copy, same_bits
 
 pytestmark = pytest.mark.backends("cpu")
 
@@ -52,6 +52,24 @@ def test_a_block_used_twice_takes_two_batches_into_the_cumulative_average(backen
     for bn, expected in zip(norms(block), norms(other), strict=True):
         assert bn.num_batches_tracked == expected.num_batches_tracked == 2
         torch.testing.assert_close(bn.running_mean, expected.running_mean)
+
+
+@pytest.mark.backends("cpu", "reference")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cumulative_average_is_computed_on_the_device(dtype, backend):
+    """It equals PyTorch's, of which a CUDA graph would keep the first momentum."""
+    unit = pk.BNReLU2d(6, momentum=None).to(dtype)
+    eager, plain = plain_copy(unit), plain_copy(unit).double()
+    for index in range(4):
+        x = (torch.randn(3, 6, 5, 4) * (index + 1)).to(dtype)
+        with CalledOps() as called:
+            unit(x)
+        assert "aten::_local_scalar_dense" not in called.names
+        eager(x)
+        plain(x.double())
+    results, in_dtype, truth = (dict(m.named_buffers()) for m in (unit, eager, plain))
+    errors = {name: distance(in_dtype[name], t) for name, t in truth.items()}
+    assert_within_budget(results, truth, errors)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

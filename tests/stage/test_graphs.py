@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import preact_kernels as pk
-from preact_kernels.graphs import _CapturedStep, _check_capturable, _State
+from preact_kernels.graphs import _CapturedStep, _check_capturable, _check_process_groups, _State
 from preact_kernels.ops import dispatch as backends
 from tests.cases import recorded_calls
 from tests.oracle import assert_same_bits, same_bits
@@ -297,6 +297,35 @@ def test_a_synchronisation_of_sync_batch_norm_is_no_error(monkeypatch):
     step = _CapturedStep(model, cuda.loss_fn, sgd(model), *batch(), None)
     assert step.loss.isfinite()
     assert cuda.now is cuda.main
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU, the tests below")
+def test_a_capture_that_fails_names_norms_that_read_on_the_host(monkeypatch):
+    model = network()
+    model.averaging, model.frozen = (
+        nn.BatchNorm2d(3, momentum=None),
+        nn.BatchNorm2d(3, momentum=None),
+    )
+    model.frozen.eval()
+    cuda = FakeCuda(monkeypatch, "synchronises")
+    with pytest.raises(ValueError, match=r"operation; .* read num_batches_tracked: averaging$"):
+        _CapturedStep(model, cuda.loss_fn, sgd(model), *batch(), None)
+
+
+def test_process_groups_that_cannot_be_captured_are_named(monkeypatch):
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3, process_group=object()))
+    for name, found in {
+        "is_initialized": lambda: True,
+        "get_world_size": lambda group: 2,
+        "get_backend_config": lambda group: backend,
+    }.items():
+        monkeypatch.setattr(torch.distributed, name, found)
+    backend = "cpu:gloo,cuda:nccl"
+    _check_process_groups(model)
+    backend = "cpu:gloo,cuda:gloo"
+    with pytest.raises(ValueError, match=r"NCCL process group of 1 .*, got cpu:gloo,cuda:gloo"):
+        _check_process_groups(model)
+    _check_process_groups(model.eval())
 
 
 AFTER_A_FAILURE = """
