@@ -139,6 +139,10 @@ class Recorder(TorchDispatchMode):
         reads = not (name.startswith("aten::new_") or name.endswith("_like"))  # its arguments
         given = (args, kwargs) if reads else ()
         self.add(Launch(name, "", 0, 0, False, 0), sizes((given, result)))
+        if name == "aten::convolution" and args[2] is not None and self._records_all:
+            # On a GPU, PyTorch adds the bias of a convolution of cuDNN in place.
+            moved = 2 * result.numel() * result.element_size()
+            self.add(Launch("aten::add_", "", 0, 0, False, moved), {})
         return result
 
 

@@ -50,9 +50,7 @@ CASES = (
     UnitCase("GN-SiLU-Conv3", (8, 128, 256, 256), _conv(_group_norm, "silu", 3)),
     UnitCase("GN-SiLU-Conv3 + residual", (8, 128, 256, 256), _conv(_group_norm, "silu", 3), True),
     UnitCase("GN-SiLU", (8, 128, 256, 256), lambda c: pk.NormAct(_group_norm(c), "silu")),
-    UnitCase(
-        "BN-ReLU-Conv3", (128, 128, 28, 28), _conv(nn.BatchNorm2d, "relu", 3, bias=False)
-    ),
+    UnitCase("BN-ReLU-Conv3", (128, 128, 28, 28), _conv(nn.BatchNorm2d, "relu", 3, bias=False)),
     UnitCase(
         "BN-ReLU-Conv3 + residual",
         (128, 128, 28, 28),

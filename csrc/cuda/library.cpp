@@ -21,6 +21,8 @@ extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cud
 
 namespace preact_kernels {
 bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream);  // norm_act_conv.cu
+std::tuple<Tensor, Tensor> pool_sums(const Tensor& sums, const Tensor& weight,
+                                     int64_t groups);  // pool_sums.cu
 // resident_run.cu
 bool resident_run_is_served(const Tensor& x, const std::vector<Tensor>& conv_weights,
                             int64_t units_per_block, ScalarType dtype, bool is_backward);
@@ -44,6 +46,7 @@ using namespace preact_kernels;
 
 STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
   define_ops(m);
+  m.def("pool_sums(Tensor sums, Tensor weight, int groups) -> (Tensor, Tensor)");
   m.def("norm_act_conv_is_served(Tensor conv_weight, bool float32_stream) -> bool");
   m.def(
       "resident_run_is_served(Tensor x, Tensor[] conv_weights, int units_per_block, "
@@ -57,6 +60,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, CompositeExplicitAutograd, m) {
   implement_ops(m);
+  m.impl("pool_sums", TORCH_BOX(&pool_sums));
   m.impl("norm_act_conv_is_served", TORCH_BOX(&norm_act_conv_is_served));
   m.impl("resident_run_is_served", TORCH_BOX(&resident_run_is_served));
   m.impl("resident_run_forward", TORCH_BOX(&resident_run_forward));

@@ -51,6 +51,13 @@ def samples_of(shape: Sequence[int]) -> int:
     return count
 
 
+def pool_sums(sums: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """`Kernels.pool_sums` in PyTorch's operators."""
+    weighted = (sums * weight).view(2, sums.shape[1], groups, -1)
+    pooled = weighted.mean(3, keepdim=True).expand_as(weighted)
+    return pooled.reshape(sums.shape).contiguous(), sums.sum(1)
+
+
 class Conv(NamedTuple):
     """Geometry of a convolution: pixels along height and width, or depth, height and width."""
 
@@ -376,6 +383,19 @@ class Kernels(Protocol):
         volumes is `[N, C, D * H, W]`. `dy` is in the dtype of `y`; with a deferred step its `g` is
         in the dtype of the products.
         """
+
+    def pool_sums(self, sums: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """The sums of the step of a group norm, and the sums over all images.
+
+        Args:
+            sums: `[2, N, C]`, of `norm_act_backward`.
+            weight: `[C]` or `[N, C]`, of the norm.
+            groups: groups of channels per image.
+
+        Returns:
+            `weight * sums`, averaged over the channels of each group, `[2, N, C]`; and `[2, C]`.
+        """
+        return pool_sums(sums, weight, groups)
 
     def dropout_bits(self, drawn: Tensor) -> Tensor:
         """Packs `drawn != 0` into bytes, eight values to a byte, lowest bit first.

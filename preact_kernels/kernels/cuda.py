@@ -63,6 +63,9 @@ def _may_round_to_tf32() -> bool:
 class CUDAKernels(NativeKernels):
     """The compiled CUDA library."""
 
+    def pool_sums(self, sums: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        return self._ops.pool_sums.default(sums, weight, groups)
+
     def _unit_refusal(self, unit: Unit) -> str | None:
         """See `UnitKernels`.
 

@@ -259,14 +259,16 @@ def _norm_gradients(
     """The gradients of x, weight and bias; for `g` and `activated` see `norm_input_gradient`."""
     kernels, unit = call.kernels, call.unit
     needs_x, *needs_affine = needs
-    dx = dweight = dbias = None
+    dx = dweight = dbias = shared = totals = None
+    if unit.norm_groups is not None and needs_x:
+        shared, totals = kernels.pool_sums(sums, norm.weight, unit.norm_groups)
     if any(needs_affine):
         affine = norm.weight, cast(Tensor, norm.bias)
-        dweight, dbias = parameter_gradients(sums, *affine, needs_affine)
+        dweight, dbias = parameter_gradients(sums, *affine, needs_affine, totals)
     if needs_x:
         image = call.image(x)
-        count = samples_of(image.shape)
-        shared = step_sums(sums, norm, unit.norm_groups, count, unit.process_group)
+        if shared is None:
+            shared = step_sums(sums, norm, samples_of(image.shape), unit.process_group)
         inv_count = inv_count_in(image, unit.norm_groups, call.fixed_inv_count)
         step = AffineStep(None, image, norm, shared, inv_count)
         g = g if g.dtype == x.dtype else g.to(x.dtype)
@@ -287,14 +289,24 @@ def inv_count_in(x: Tensor, groups: int | None, fixed: float | None) -> float:
 
 
 def parameter_gradients(
-    sums: Tensor, weight: Tensor, bias: Tensor, needed: Sequence[bool]
+    sums: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    needed: Sequence[bool],
+    totals: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias, each `[C]` or `[N, C]` like its parameter."""
-    found = []
-    for total, parameter, is_needed in ((sums[1], weight, needed[0]), (sums[0], bias, needed[1])):
-        if is_needed and total.dim() > parameter.dim():
-            total = total.sum(0)
-        found.append(total if is_needed else None)
+    """The gradients of weight and bias, each `[C]` or `[N, C]` like its parameter.
+
+    `totals` are the sums over all images, if they are known.
+    """
+    found: list[Tensor | None] = []
+    for index, parameter, is_needed in ((1, weight, needed[0]), (0, bias, needed[1])):
+        if not is_needed:
+            found.append(None)
+        elif sums.dim() == 2 or parameter.dim() == 2:
+            found.append(sums[index])
+        else:
+            found.append(sums[index].sum(0) if totals is None else totals[index])
     return found[0], found[1]
 
 

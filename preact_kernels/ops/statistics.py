@@ -120,25 +120,20 @@ def sums_over_group(sums: Tensor, count: int, process_group) -> Tensor:
     return (row[:-1] * (count / row[-1])).view_as(sums).to(sums.dtype)
 
 
-def step_sums(sums: Tensor, norm: Norm, groups: int | None, count: int, process_group) -> Tensor:
-    """The sums of an affine step: pooled if the norm has rows (see `contract`).
+def step_sums(sums: Tensor, norm: Norm, count: int, process_group) -> Tensor:
+    """The sums of a batch norm's affine step: pooled if the norm has rows (see `contract`).
 
     Args:
         sums: `Gradients.sums`.
         norm: the norm.
-        groups: groups of channels per image; None: statistics per channel.
         count: samples per channel of this process.
         process_group: the group that shares the statistics per channel, or None.
     """
     if sums.dim() == 2:
         return sums_over_group(sums, count, process_group)
     weighted = sums * norm.weight
-    if groups is None:
-        shared = sums_over_group(weighted.sum(1, keepdim=True), count, process_group)
-        return shared.expand_as(weighted).contiguous()
-    in_groups = weighted.view(2, weighted.shape[1], groups, -1)
-    shared = in_groups.mean(3, keepdim=True).expand_as(in_groups)
-    return shared.reshape(weighted.shape).contiguous()
+    shared = sums_over_group(weighted.sum(1, keepdim=True), count, process_group)
+    return shared.expand_as(weighted).contiguous()
 
 
 def unbiased(variances: list[Tensor], inv_counts: Sequence[InvCount]) -> list[Tensor]:

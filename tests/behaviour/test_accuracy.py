@@ -43,6 +43,7 @@ KIND_OF = {
     "norm_input_gradient": "batch norm, ReLU",
     "norm_act_conv_forward": "1x1 convolution",
     "norm_act_conv_backward": "1x1 convolution",
+    "pool_sums": "group norm, SiLU",
     "dropout_bits": "dropout",
     "dropout": "dropout",
     "nhwc": "layouts",

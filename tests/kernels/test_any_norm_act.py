@@ -10,7 +10,13 @@ import torch
 
 from preact_kernels.activations import ACTIVATIONS, Activation, activate, activation_gradient
 from preact_kernels.kernels import reference
-from preact_kernels.kernels.contract import AffineStep, Gradient, Norm, statistics_dtype
+from preact_kernels.kernels.contract import (
+    AffineStep,
+    Gradient,
+    Norm,
+    pool_sums,
+    statistics_dtype,
+)
 from preact_kernels.ops import dispatch
 from testbed.host_compiler import ROOT
 from tests.cases import INF, NAN, SERVED_DTYPES, gradient_on_gpu, served_by_vectors
@@ -220,3 +226,29 @@ def test_a_large_mean_and_an_outlier_cost_no_accuracy(backend):
     allowed = 64 * unit_roundoff(torch.float32)
     assert ((mean - true_mean).abs() <= allowed * true_mean.abs().clamp(min=1)).all()
     assert ((var - true_var).abs() <= allowed * true_var).all()
+
+
+# Images, channels and groups: groups of one channel, of few, of more than a warp, and one group.
+@pytest.mark.parametrize(
+    ("images", "channels", "groups"),
+    [(2, 6, 6), (3, 32, 8), (70, 12, 4), (2, 80, 2), (5, 300, 1), (1, 17, 1)],
+)
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_pooled_sums(images, channels, groups, has_rows, backend):
+    sums = torch.randn(2, images, channels) * 100
+    weight = torch.randn((images, channels)[not has_rows :])
+    for index, value in enumerate((NAN, INF)):
+        if channels > 100:
+            break
+        special = sums.clone()
+        special[index, -1, index] = value
+        found = kernels().pool_sums(special, weight, groups)
+        for result, expected in zip(found, pool_sums(special, weight, groups), strict=True):
+            assert torch.equal(result.isnan(), expected.isnan())
+    wide, names = (sums.double(), weight.double(), groups), ("pooled", "totals")
+    truth = dict(zip(names, pool_sums(*wide), strict=True))
+    eager = dict(zip(names, pool_sums(sums, weight, groups), strict=True))
+    errors = {name: float((eager[name].double() - truth[name]).norm()) for name in names}
+    found = dict(zip(names, kernels().pool_sums(sums, weight, groups), strict=True))
+    assert all(t.is_contiguous() for t in found.values())
+    assert_within_budget(found, truth, errors)

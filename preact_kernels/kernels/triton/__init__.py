@@ -42,6 +42,7 @@ from preact_kernels.kernels.triton.norm_act import (
 )
 from preact_kernels.kernels.triton.norm_act_conv_backward import launch_norm_act_conv_backward
 from preact_kernels.kernels.triton.norm_act_conv_forward import launch_norm_act_conv_forward
+from preact_kernels.kernels.triton.pool_sums import pool_sums
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
 
 _ACTIVATIONS = ("relu", "leaky_relu", "identity")  # others are bound by instruction issue
@@ -56,6 +57,7 @@ class TritonKernels(UnitKernels, BlockKernels):
     norm_act_backward = staticmethod(norm_act_backward)
     norm_act_recompute = staticmethod(norm_act_recompute)
     norm_input_gradient = staticmethod(norm_input_gradient)
+    pool_sums = staticmethod(pool_sums)
     residual_add_forward = staticmethod(residual_add_forward)
     running_stats_update = staticmethod(fast_running_stats_update)
     block_run_forward = staticmethod(block_run_forward)
