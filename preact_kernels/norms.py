@@ -28,7 +28,7 @@ from preact_kernels.ops.statistics import (
     batch_statistics,
     inv_count_of,
     running_statistics,
-    unbiased,
+    unbiased_factor,
     update_running_statistics,
 )
 from preact_kernels.torch_compat import is_distributed, is_transformed
@@ -217,7 +217,7 @@ class NormArguments(_Arguments):
         (mean, var), inv_count = statistics, inv_count_of(x, fixed)
         if mean.dim() == 2:
             mean, var, inv_count = mean.mean(0), var.mean(0), inv_count * x.shape[0]
-        update_running_statistics(kernels, [self], [mean], unbiased([var], [inv_count]))
+        update_running_statistics(kernels, [self], [mean], [var], [unbiased_factor(inv_count)])
 
 
 def _in_float32(x: Tensor, norm: NormArguments) -> tuple[Tensor, NormArguments]:

@@ -21,6 +21,10 @@ extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cud
 
 namespace preact_kernels {
 bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream);  // norm_act_conv.cu
+// running_stats.cu
+void norm_buffers_update(const Tensor& running_mean, const Tensor& running_var, const Tensor& mean,
+                         const Tensor& var, double momentum, double factor,
+                         const std::optional<Tensor>& count);
 std::tuple<Tensor, Tensor> pool_sums(const Tensor& sums, const Tensor& weight,
                                      int64_t groups);  // pool_sums.cu
 // resident_run.cu
@@ -46,6 +50,9 @@ using namespace preact_kernels;
 
 STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
   define_ops(m);
+  m.def(
+      "norm_buffers_update(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, "
+      "Tensor var, float momentum, float factor, Tensor(c!)? count) -> ()");
   m.def("pool_sums(Tensor sums, Tensor weight, int groups) -> (Tensor, Tensor)");
   m.def("norm_act_conv_is_served(Tensor conv_weight, bool float32_stream) -> bool");
   m.def(
@@ -60,6 +67,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, CompositeExplicitAutograd, m) {
   implement_ops(m);
+  m.impl("norm_buffers_update", TORCH_BOX(&norm_buffers_update));
   m.impl("pool_sums", TORCH_BOX(&pool_sums));
   m.impl("norm_act_conv_is_served", TORCH_BOX(&norm_act_conv_is_served));
   m.impl("resident_run_is_served", TORCH_BOX(&resident_run_is_served));

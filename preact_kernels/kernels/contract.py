@@ -28,9 +28,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from preact_kernels import torch_compat
 from preact_kernels.activations import RELU, Activation
 from preact_kernels.kernels.dropout import Mask, dropout, dropout_bits
 from preact_kernels.kernels.layout import nchw, nhwc
+from preact_kernels.kernels.running_stats import scaled
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES, torch.float64)
@@ -310,6 +312,27 @@ class Kernels(Protocol):
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:
         """`running = (1 - momentum) * running + momentum * batch`, in place, for many vectors."""
+
+    def norm_buffers_update(
+        self,
+        running: list[Tensor],
+        batch: list[Tensor],
+        momentum: float,
+        factors: Sequence[float],
+        counts: Sequence[Tensor],
+    ) -> None:
+        """`running_stats_update` with `factor * batch`, and `count = count + 1`, in place.
+
+        Args:
+            running: vectors.
+            batch: a vector for each.
+            momentum: of all vectors.
+            factors: a factor for each vector.
+            counts: numbers of batches, int64.
+        """
+        self.running_stats_update(running, scaled(batch, factors), momentum)
+        if counts:
+            torch_compat.foreach_add_(list(counts), 1)
 
     @abstractmethod
     def group_stats(self, x: Tensor, groups: int) -> Statistics:

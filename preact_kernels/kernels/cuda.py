@@ -32,6 +32,7 @@ from preact_kernels.kernels.pytorch_conv import (
     rows_refusal,
     unserved,
 )
+from preact_kernels.kernels.running_stats import is_one_norm, scaled
 
 # Most pixels of a batch for which a convolution is fused, by kernel height and output channels; no
 # limit without an entry. Beyond it, PyTorch's convolution follows a fused batch norm and ReLU.
@@ -62,6 +63,23 @@ def _may_round_to_tf32() -> bool:
 
 class CUDAKernels(NativeKernels):
     """The compiled CUDA library."""
+
+    def norm_buffers_update(
+        self,
+        running: list[Tensor],
+        batch: list[Tensor],
+        momentum: float,
+        factors: Sequence[float],
+        counts: Sequence[Tensor],
+    ) -> None:
+        if not is_one_norm(running, batch, counts):
+            super().norm_buffers_update(running, batch, momentum, factors, counts)
+            return
+        batch = scaled(batch, (factors[0], 1))
+        op, count = self._ops.norm_buffers_update.default, counts[0] if counts else None
+        op(*running, *batch, momentum, factors[1], count)
+        # Custom ops do not bump versions.
+        torch.autograd.graph.increment_version([*running, *counts])
 
     def pool_sums(self, sums: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         return self._ops.pool_sums.default(sums, weight, groups)

@@ -1,6 +1,5 @@
 """Statistics of norms, sums that share them, and the update of running statistics."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
@@ -15,6 +14,7 @@ from preact_kernels.kernels.contract import (
     samples_of,
     statistics_dtype,
 )
+from preact_kernels.kernels.running_stats import scaled
 from preact_kernels.ops import checks
 
 
@@ -136,28 +136,26 @@ def step_sums(sums: Tensor, norm: Norm, count: int, process_group) -> Tensor:
     return shared.expand_as(weighted).contiguous()
 
 
+def unbiased_factor(inv_count: Any) -> Any:
+    """`m / (m - 1)`, for `m` samples per channel; 1 for one sample. An `InvCount`, as its argument.
+
+    A biased variance times this is unbiased.
+    """
+    if isinstance(inv_count, Tensor):
+        return torch.where(inv_count < 1, 1 / (1 - inv_count), 1.0)
+    return 1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0
+
+
 def unbiased(variances: list[Tensor], inv_counts: Sequence[InvCount]) -> list[Tensor]:
-    """Variances times `m / (m - 1)`, for `m` samples per channel."""
-    if not variances:
-        return []
-    factors: list[Any] = []
-    for inv_count in inv_counts:
-        if isinstance(inv_count, Tensor):
-            factors.append(torch.where(inv_count < 1, 1 / (1 - inv_count), 1.0))
-        else:
-            factors.append(1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0)
+    """Variances times `unbiased_factor`."""
+    factors = [unbiased_factor(inv_count) for inv_count in inv_counts]
     if any([isinstance(factor, Tensor) for factor in factors]):
         return [var * factor for var, factor in zip(variances, factors, strict=True)]
-    if torch.compiler.is_compiling() or not variances[0].is_cpu:
-        return list(torch_compat.foreach_mul(variances, factors))
-    if len(variances) == 1:
-        return [variances[0] * factors[0]]
-    # On a CPU, `foreach_mul` calls `mul` for each tensor. All are vectors of one dtype.
-    found: list[Tensor] = []
-    for factor, group in itertools.groupby(range(len(factors)), factors.__getitem__):
-        equal = [variances[index] for index in group]
-        found += torch.cat(equal).mul_(factor).split([t.numel() for t in equal])
-    return found
+    return [
+        # Results of a registered op do not share memory with others.
+        found.clone() if found is var else found
+        for found, var in zip(scaled(variances, factors), variances, strict=True)
+    ]
 
 
 class Updated(Protocol):
@@ -178,6 +176,7 @@ def update_running_statistics(
     norms: Sequence[Updated],
     means: Sequence[Tensor],
     variances: Sequence[Tensor],
+    factors: Sequence[InvCount] | None = None,
 ) -> None:
     """Updates running statistics, and counts the batch, in place.
 
@@ -189,7 +188,8 @@ def update_running_statistics(
         kernels: the backend's functions.
         norms: the arguments of norms in training mode.
         means: batch mean for each norm; empty for an empty batch, which is only counted.
-        variances: unbiased batch variance for each norm.
+        variances: batch variance for each norm.
+        factors: `unbiased_factor` of each variance; None: the variances are unbiased.
     """
     if not torch.compiler.is_compiling() and call_stack.is_recomputing():
         return
@@ -197,24 +197,30 @@ def update_running_statistics(
     if len(norms) > 1 and _share_buffers(norms):
         for index, bn in enumerate(norms):
             one = slice(index, index + 1)
-            update_running_statistics(kernels, [bn], means[one], variances[one])
+            some = None if factors is None else factors[one]
+            update_running_statistics(kernels, [bn], means[one], variances[one], some)
         return
-    by_momentum: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    by_momentum: dict[float, tuple[list[Tensor], list[Tensor], list[float]]] = {}
     counts = []
     for index, bn in enumerate(norms):
         if bn.batch_count is not None:
             counts.append(bn.batch_count)
         if not means or bn.running_mean is None or bn.running_var is None:
             continue
-        running, batch = [bn.running_mean, bn.running_var], [means[index], variances[index]]
+        variance, factor = variances[index], 1.0 if factors is None else factors[index]
+        if isinstance(factor, Tensor) or bn.momentum is None:
+            variance, factor = variance * factor, 1.0
+        running, batch = [bn.running_mean, bn.running_var], [means[index], variance]
         if bn.momentum is None:
             _average_cumulatively(running, batch, cast(Tensor, bn.batch_count))
             continue
-        targets, values = by_momentum.setdefault(bn.momentum, ([], []))
+        targets, values, of_values = by_momentum.setdefault(bn.momentum, ([], [], []))
         targets.extend(running)
         values.extend(batch)
-    for momentum, (targets, values) in by_momentum.items():
-        kernels.running_stats_update(targets, values, momentum)
+        of_values.extend((1.0, factor))
+    for momentum, (targets, values, of_values) in by_momentum.items():
+        kernels.norm_buffers_update(targets, values, momentum, of_values, counts)
+        counts = []
     if counts:
         torch_compat.foreach_add_(counts, 1)
 

@@ -36,6 +36,7 @@ FLOAT32, FLOAT16 = check.Column(torch.float32), check.Column(torch.float16)
 KIND_OF = {
     "bn_stats": "batch norm, ReLU",
     "running_stats_update": "batch norm, ReLU",
+    "norm_buffers_update": "batch norm, ReLU",
     "group_stats": "group norm, SiLU",
     "norm_act_forward": "batch norm, ReLU",
     "norm_act_backward": "batch norm, ReLU",
