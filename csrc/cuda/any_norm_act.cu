@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) values[s][i] = rounded<T>(norm(values[s][i], i));
     }
-    with_activation(p.activation, [&](const auto& function) {
+    with_activation<T>(p.activation, [&](const auto& function) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
     if (kFromY) load_rows(y, p.y + at, stride, steps);
     // dy becomes g.
     if constexpr (!kFromY) {
-      with_activation(p.activation, [&](const auto& function) {
+      with_activation<T>(p.activation, [&](const auto& function) {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
           float value[kWidth], g[kWidth];
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, kAnyInputGradientThreadBlocks)
       }
     }
     if (p.is_activated) {
-      with_activation(p.activation, [&](const auto& function) {
+      with_activation<T>(p.activation, [&](const auto& function) {
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
 #pragma unroll

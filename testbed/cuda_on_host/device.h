@@ -129,6 +129,11 @@ uint32_t mask_of_nonzero(uint32_t pair) {
   return (numbers.x != 0 ? 0xffffu : 0) | (numbers.y != 0 ? 0xffff0000u : 0);
 }
 
+// In instructions.cpp.
+float approximate_exp2(float x);
+float approximate_reciprocal(float x);
+float approximate_log2(float x);
+
 inline void wait_for_predecessors() { cuda_on_host::wait_for_predecessors(); }
 inline void let_dependents_start() { cuda_on_host::let_dependents_start(); }
 

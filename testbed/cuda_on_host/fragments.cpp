@@ -1,8 +1,9 @@
-// Entry points for the wrappers of csrc/cuda/device.cuh that compute, for Divisor, and for the
-// exact sums of csrc/cuda/exact_sums.cuh; for the host and for a GPU.
+// Entry points for the wrappers of csrc/cuda/device.cuh that compute, for Divisor, for activations,
+// and for the exact sums of csrc/cuda/exact_sums.cuh; for the host and for a GPU.
 
 #include <type_traits>
 
+#include "cuda/activation.cuh"
 #include "cuda/conv_operand.cuh"
 #include "cuda/divisor.cuh"
 #include "cuda/exact_sums.cuh"
@@ -141,6 +142,24 @@ __global__ void division_kernel(DivisionParams p) {
   if (i < p.count) p.quotients[i] = p.divisor.divide(p.n[i]);
 }
 
+struct ActivationParams {
+  KernelActivation activation;
+  const float* p;
+  float *values, *derivatives;
+  int count;
+};
+
+// act(p) and act'(p) before they are rounded to T.
+template <class T>
+__global__ void activation_kernel(ActivationParams p) {
+  with_activation<T>(p.activation, [&](const auto& function) {
+    for (int i = threadIdx.x; i < p.count; i += 32) {
+      p.values[i] = function.value(p.p[i]);
+      p.derivatives[i] = function.gradient(1.0f, p.p[i]);
+    }
+  });
+}
+
 struct AddParams {
   Accumulators sums;
   const double* values;  // [count, channels]
@@ -196,6 +215,16 @@ PK_ENTRY copy(const float* in, float* out) {
 PK_ENTRY division(int divisor, const int* n, int* quotients, int count) {
   const DivisionParams params{Divisor(divisor), n, quotients, count};
   return run("division", division_kernel, (count + 31) / 32, 32, 0, params);
+}
+
+PK_ENTRY activation(int type, int kind, float parameter, const float* p, float* values,
+                    float* derivatives, int count) {
+  const auto kernel = type == kBFloat16 ? activation_kernel<BFloat16>
+                      : type == kHalf   ? activation_kernel<Half>
+                                        : activation_kernel<float>;
+  const KernelActivation function{ActivationKind(kind), parameter};
+  return run("activation", kernel, 1, 32, 0,
+             ActivationParams{function, p, values, derivatives, count});
 }
 
 // `words` are zeros, [kSumWords, 2, channels].

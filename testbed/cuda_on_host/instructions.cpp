@@ -1,4 +1,5 @@
-// Matrix instructions by their definition in PTX.
+// Matrix instructions by their definition in PTX, and approximations with the largest error that it
+// allows.
 
 #include "device.h"
 
@@ -109,6 +110,35 @@ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)
 uint32_t to_tf32(float value) {
   const uint32_t bits = __float_as_uint(value);
   return (std::isfinite(value) ? bits + 0x1000u : bits) & ~0x1fffu;
+}
+
+namespace {
+
+float without_subnormal(float value) {
+  return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value;
+}
+
+// `exact`, off by `error` in a direction that depends on the bits of `of`.
+float off_by(double error, double exact, float of) {
+  const bool is_up = __float_as_uint(of) * 0x9e3779b9u >> 31;
+  return without_subnormal(static_cast<float>(is_up ? exact + error : exact - error));
+}
+
+}  // namespace
+
+float approximate_exp2(float x) {
+  const double exact = std::exp2(double(without_subnormal(x)));
+  return off_by(exact < 0x1p128 ? exact * 0x1p-22 : 0, exact, x);
+}
+float approximate_reciprocal(float x) {
+  const double exact = 1 / double(without_subnormal(x));
+  return off_by(std::isinf(exact) ? 0 : exact * 0x1p-23, exact, x);
+}
+float approximate_log2(float x) {
+  const double exact = std::log2(double(without_subnormal(x)));
+  const bool is_near_one = x > 0.5f && x < 2;
+  return off_by(std::isfinite(exact) ? (is_near_one ? 1 : std::fabs(exact)) * 0x1p-22 : 0, exact,
+                x);
 }
 
 }  // namespace preact_kernels::cuda

@@ -45,7 +45,7 @@ inline float widened(__nv_bfloat16 value) {
 }
 inline float widened(__half value) { return static_cast<float>(bits_as<_Float16>(value.bits)); }
 
-// Rounds to nearest, ties to even. NaN stays NaN.
+// Rounds to nearest, ties to even. Any NaN becomes the canonical one.
 template <class T>
 T narrowed(float value);
 template <>
@@ -60,6 +60,7 @@ inline __nv_bfloat16 narrowed<__nv_bfloat16>(float value) {
 }
 template <>
 inline __half narrowed<__half>(float value) {
+  if (value != value) return {0x7fff};
   return {bits_as<uint16_t>(static_cast<_Float16>(value))};
 }
 

@@ -1,4 +1,4 @@
-"""Matrix instructions, conversions, copies and exact sums of the CUDA kernels, one by one.
+"""Matrix instructions, conversions, copies, activations and exact sums, one by one.
 
 With a GPU they are compiled by nvcc and run on it, else they run on the host, the instructions by
 their emulation.
@@ -12,6 +12,7 @@ import shutil
 import pytest
 import torch
 
+from preact_kernels.activations import ACTIVATIONS, Activation, activate, activation_gradient
 from testbed import cuda_programs
 from testbed.cuda_on_host import build
 from tests.kernels.cuda_conv_cases import LOW_NAN, as_tf32
@@ -35,7 +36,8 @@ def fragments():
             pytest.skip(f"no C++ compiler: {build.CXX[0]} not found")
         path = build.build("fragments")
     library = ctypes.CDLL(str(path))
-    for entry in ("product", "conversion", "shuffle", "copy", "division", "exact_sums"):
+    entries = "product", "conversion", "shuffle", "copy", "division", "activation", "exact_sums"
+    for entry in entries:
         getattr(library, entry).restype = ctypes.c_char_p
     return library
 
@@ -232,3 +234,29 @@ def test_division_is_exact(fragments):
         found = torch.empty_like(n)
         assert not fragments.division(divisor, *pointers(n, found), n.numel())
         assert found.tolist() == [i // divisor for i in n.tolist()], divisor
+
+
+# The largest relative error of a float32 result: 1/128 of half a unit in the last place of float16,
+# 1/256 of that of bfloat16, whose numbers reach exp(-88).
+MOST_ERROR = {torch.float16: 2**-19, torch.bfloat16: 2**-17}
+
+
+@pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_far_more_exact_than_half_precision(fragments, name, dtype):
+    parameter = {"leaky_relu": 0.25, "elu": 1.5, "softplus": 2.0}.get(name, 0.0)
+    every_number = torch.arange(-(2**15), 2**15).short().view(dtype).float()
+    p = every_number[every_number.abs() < 1e18]  # beyond, PyTorch's formulas overflow in float32
+    given, values, derivatives = (t.to(DEVICE) for t in (p, *torch.empty(2, len(p))))
+    type_and_kind = DTYPES.index(dtype), list(ACTIVATIONS).index(name), ctypes.c_float(parameter)
+    tensors = pointers(given, values, derivatives)
+    assert not fragments.activation(*type_and_kind, *tensors, len(p))
+    wide, activation = p.double(), Activation(name, parameter)
+    exact = activate(wide, activation)
+    slope = activation_gradient(torch.ones_like(wide), wide, activation)
+    subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    allowed = MOST_ERROR[dtype] * exact.abs() + subnormal / 256
+    if "gelu" in name:  # the formula in float64 is a difference of two numbers
+        allowed += 2**-50 * wide.abs()
+    assert ((values.cpu() - exact).abs() <= allowed).all()
+    assert ((derivatives.cpu() - slope).abs() <= MOST_ERROR[dtype] * slope.abs().clamp(min=1)).all()
