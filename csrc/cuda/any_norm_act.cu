@@ -9,10 +9,9 @@
 namespace preact_kernels {
 namespace cuda {
 
-// Channels of a vector, and pixels at a time. The code of each activation is unrolled over all of
-// these numbers. Vectors of 16 bytes would need more registers in half precision. Kernels that add
-// a residual or compute g from y do not select an activation, and use vectors of 16 bytes.
-constexpr int kAnyWidth = 4, kAnySteps = 4;
+// Pixels at a time. The code of each activation is unrolled over the numbers of all of them.
+template <int kWidth>
+constexpr int kAnySteps = kWidth == 8 ? 2 : 4;
 
 template <class T>
 struct AnyNormActParams {
@@ -30,9 +29,11 @@ constexpr int kAnyForwardThreadBlocks = 3;  // per multiprocessor
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
     any_norm_act_forward_kernel(AnyNormActParams<T> p) {
-  constexpr int kSteps = kAnySteps;
+  constexpr int kSteps = kAnySteps<kWidth>;
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kSteps> thread(p.images.rows);
-  const Normalisation<kWidth> norm(p.norm.of(p.images.image()), thread.channel, thread.is_used);
+  const Normalisation<kWidth> norm(p.norm.of(p.images.image()), thread);
   const int64_t begin = p.images.begin();
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
     at += begin;
@@ -42,8 +43,7 @@ __global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       x[s].unpack(values[s]);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) values[s][i] = rounded<T>(norm(values[s][i], i));
+      norm.template pre_activations<T>(values[s], values[s]);
     }
     with_activation<T>(p.activation, [&](const auto& function) {
 #pragma unroll
@@ -67,8 +67,10 @@ template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
     any_norm_act_residual_forward_kernel(AnyNormActParams<T> p) {
   constexpr int kSteps = kAnyResidualSteps;
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kSteps> thread(p.images.rows);
-  const Normalisation<kWidth> norm(p.norm.of(p.images.image()), thread.channel, thread.is_used);
+  const Normalisation<kWidth> norm(p.norm.of(p.images.image()), thread);
   const int64_t begin = p.images.begin();
   const float least = p.activation.kind == ActivationKind::kRelu ? 0.0f : -INFINITY;
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
@@ -81,9 +83,10 @@ __global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
       float value[kWidth], added[kWidth];
       x[s].unpack(value);
       residual[s].unpack(added);
+      norm.template pre_activations<T>(value, value);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const float sum = rounded<T>(norm(value[i], i)) + added[i];
+        const float sum = value[i] + added[i];
         value[i] = sum <= least ? least : sum;  // NaN stays NaN
       }
       x[s].pack(value);
@@ -100,13 +103,17 @@ struct AnyNormActMaskParams {
   ImageNorm norm;
   KernelActivation activation;
   T* g;  // null if g is not stored
+  T* a;  // not used without kStoreA
   GridSums memory;
   float* sums;     // [2, images, channels]: sum(g), sum(g * xhat)
   int64_t second;  // offset of sum(g * xhat) from sum(g)
   const T* y;      // not used without kFromY
 };
 
-constexpr int kAnyMaskSteps = 3, kAnyMaskThreadBlocks = 2;  // limited by registers
+constexpr int kAnyMaskThreadBlocks = 2;  // per multiprocessor
+template <int kWidth>
+constexpr int kAnyMaskSteps = kWidth == 8 ? 2 : 3;  // limited by registers
+static_assert(kThreadBlockSumBytes * 2 >= kNormBytes);
 
 // 0 where y <= 0, else dy.
 template <class T, int kWidth>
@@ -124,22 +131,27 @@ __device__ inline Vector<T, kWidth> masked(const Vector<T, kWidth>& dy,
   return result;
 }
 
-// g = dy * act'(p), rounded to T, or dy * [y > 0] if kFromY; and its sums.
-template <class T, int kWidth, bool kFromY>
+// g = dy * act'(p), rounded to T, or dy * [y > 0] if kFromY; and its sums. Stores act(p) if
+// kStoreA.
+template <class T, int kWidth, bool kStoreA, bool kFromY>
 __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
     any_norm_act_backward_mask_kernel(AnyNormActMaskParams<T> p) {
-  constexpr int kSteps = kAnyMaskSteps;
+  constexpr int kSteps = kAnyMaskSteps<kWidth>;
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kSteps> thread(p.images.rows);
   const int64_t image = p.images.image(), begin = p.images.begin();
-  const Normalisation<kWidth> norm(p.norm.of(image), thread.channel, thread.is_used);
-  double sums[2 * kWidth] = {};
-  thread.for_each([&](int64_t at, int64_t stride, int steps) {
+  const Normalisation<kWidth> norm(p.norm.of(image), thread);
+  const unsigned parts = p.images.parts;
+  const GridSums memory = p.images.part_of(p.memory, 2 * parts, gridDim.y);
+  double sums[2 * kWidth];
+  const auto add_tile = [&](int64_t at, int64_t stride, int steps) {
     at += begin;
     Vector<T, kWidth> x[kSteps], dy[kSteps], y[kSteps];
     load_rows(x, p.x + at, stride, steps);
     load_rows(dy, p.dy + at, stride, steps);
     if (kFromY) load_rows(y, p.y + at, stride, steps);
-    // dy becomes g.
+    // dy becomes g, and y becomes act(p).
     if constexpr (!kFromY) {
       with_activation<T>(p.activation, [&](const auto& function) {
 #pragma unroll
@@ -147,11 +159,14 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
           float value[kWidth], g[kWidth];
           x[s].unpack(value);
           dy[s].unpack(g);
+          norm.template pre_activations<T>(value, value);
 #pragma unroll
           for (int i = 0; i < kWidth; ++i) {
-            g[i] = function.gradient(g[i], rounded<T>(norm(value[i], i)));
+            g[i] = function.gradient(g[i], value[i]);
+            if (kStoreA) value[i] = function.value(value[i]);
           }
           dy[s].pack(g);
+          if (kStoreA) y[s].pack(value);
         }
       });
     }
@@ -160,7 +175,11 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
     for (int s = 0; s < kSteps; ++s) {
       if (s < steps) {
         if (kFromY) dy[s] = masked(dy[s], y[s]);
-        if (p.g != nullptr) dy[s].store(p.g + at + s * stride);
+        if (kStoreA) {
+          y[s].store(p.a + at + s * stride);
+        } else if (p.g != nullptr) {
+          dy[s].store(p.g + at + s * stride);
+        }
         float value[kWidth], g[kWidth];
         x[s].unpack(value);
         dy[s].unpack(g);
@@ -176,9 +195,14 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
       sums[i] += sum_g[i];
       sums[kWidth + i] += sum_g_x[i];
     }
+  };
+  p.images.for_each_part([&](unsigned part) {
+#pragma unroll
+    for (int i = 0; i < 2 * kWidth; ++i) sums[i] = 0;
+    thread.for_each(add_tile, part, parts);
+    store_part(sums, thread, memory, part);
   });
-  const GridSums memory = p.images.part_of(p.memory, 2 * gridDim.x, gridDim.y);
-  if (!sum_over_grid(sums, thread, memory)) return;
+  if (!sum_over_parts(sums, thread, memory, parts)) return;
   const NormPointers tables = p.norm.of(image);
   float* to = p.sums + image * p.images.rows.channels + thread.channel;
 #pragma unroll
@@ -205,31 +229,40 @@ struct AnyInputGradientParams {
   T* dx;
 };
 
-constexpr int kAnyInputGradientThreadBlocks = 2;
+constexpr int kAnyInputGradientThreadBlocks = 2, kInputGradientRows = 5;
 
 // dx = [skip +] A*g + B*(x - mean) + C; if activated, g is first multiplied by act'(p).
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kAnyInputGradientThreadBlocks)
     any_norm_input_gradient_kernel(AnyInputGradientParams<T> p) {
-  constexpr int kSteps = kAnySteps;
+  constexpr int kSteps = kAnySteps<kWidth>;
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kSteps> thread(p.images.rows);
   const int64_t image = p.images.image(), begin = p.images.begin();
-  const NormPointers norm = p.norm.of(image);
-  float a[kWidth], b[kWidth], c[kWidth], mean[kWidth], bias[kWidth];
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    a[i] = b[i] = c[i] = mean[i] = bias[i] = 0;
-    if (!thread.is_used) continue;
-    const int channel = thread.channel + i;
-    const float rstd = reciprocal_std(norm.var[channel], norm.eps);
-    a[i] = norm.weight[channel] * rstd;
-    mean[i] = norm.mean[channel];
-    if (p.is_activated) bias[i] = norm.bias[channel];
-    const float* sum = p.sums + image * p.images.rows.channels + channel;
-    const float factor = -(p.are_pooled ? rstd : a[i]);
-    b[i] = factor * rstd * (sum[p.second] * p.inv_count);
-    c[i] = factor * (sum[0] * p.inv_count);
+  const NormPointers norm = p.norm.of(image).from(thread.block_channel);
+  const int channels = thread.block_channels();
+  const NormChannel channel(norm, channels);
+  float* shared = reinterpret_cast<float*>(dynamic_shared());  // [kInputGradientRows][channels]
+  if (channel.exists) {
+    const float* sum = p.sums + image * p.images.rows.channels + thread.block_channel + threadIdx.x;
+    const float rstd = reciprocal_std(channel.var, norm.eps), a = channel.weight * rstd;
+    const float factor = -(p.are_pooled ? rstd : a);
+    float* to = shared + threadIdx.x;
+    to[0] = a;
+    to[channels] = factor * rstd * (sum[p.second] * p.inv_count);
+    to[2 * channels] = factor * (sum[0] * p.inv_count);
+    to[3 * channels] = channel.mean;
+    to[4 * channels] = p.is_activated ? channel.bias : 0.0f;
   }
+  __syncthreads();
+  shared += thread.is_used ? thread.channel - thread.block_channel : 0;
+  float a[kWidth], b[kWidth], c[kWidth], mean[kWidth], bias[kWidth];
+  load_floats(a, shared);
+  load_floats(b, shared + channels);
+  load_floats(c, shared + 2 * channels);
+  load_floats(mean, shared + 3 * channels);
+  load_floats(bias, shared + 4 * channels);
   const bool in_training = p.inv_count != 0;
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
     at += begin;
@@ -244,8 +277,11 @@ __global__ void __launch_bounds__(kThreads, kAnyInputGradientThreadBlocks)
       x[s].unpack(values[s]);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        values[s][i] = rounded<T>(fmaf(values[s][i] - mean[i], a[i], bias[i]));
+        values[s][i] = fmaf(values[s][i] - mean[i], a[i], bias[i]);
       }
+      Vector<T, kWidth> rounded;
+      rounded.pack(values[s]);
+      rounded.unpack(values[s]);
     }
     if (p.is_activated) {
       with_activation<T>(p.activation, [&](const auto& function) {
@@ -314,25 +350,24 @@ void launch_any_norm_act_forward(const ImageSizes& size, const Tensor& x, const 
   const auto launch_as = [&](auto has_residual, auto value) {
     using T = decltype(value);
     constexpr bool kResidual = decltype(has_residual)::value;
-    constexpr int kWidth = kResidual ? kFullWidth<T> : kAnyWidth;
-    constexpr int kSteps = kResidual ? kAnyResidualSteps : kAnySteps;
     AnyNormActParams<T> params{{},
                                data<T>(x),
                                image_norm(norm),
                                kernel_activation(norm.activation),
                                mutable_data<T>(y),
                                kResidual ? data<T>(*residual) : nullptr};
-    const bool vectors =
-        fills_vectors<T, kWidth>(size.channels, params.x, params.residual, params.y);
-    const int width = vectors ? kWidth : 1;
-    const ImageGrid grid =
-        grid_for_images(size, norm.has_rows(), width, kSteps, 32, kAnyForwardThreadBlocks);
-    const auto kernel =
-        vectors ? forward_kernel<T, kWidth, kResidual>() : forward_kernel<T, 1, kResidual>();
-    grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
-      params.images = images;
-      launch("norm_act_forward", kernel, thread_blocks, kThreads, 0, on.stream, params);
-    });
+    const auto launch_with = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      constexpr int kSteps = kResidual ? kAnyResidualSteps : kAnySteps<kWidth>;
+      const ImageGrid grid =
+          grid_for_images(size, norm.has_rows(), kWidth, kSteps, 32, kAnyForwardThreadBlocks);
+      grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
+        params.images = images;
+        launch("norm_act_forward", forward_kernel<T, kWidth, kResidual>(), thread_blocks, kThreads,
+               kNormBytes, on.stream, params, LaunchKind::kDependent);
+      });
+    };
+    with_width<T>(launch_with, size.channels, params.x, params.residual, params.y);
   };
   for_dtype(x, [&](auto value) {
     residual != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
@@ -341,41 +376,47 @@ void launch_any_norm_act_forward(const ImageSizes& size, const Tensor& x, const 
 
 void launch_any_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                        const Norm& norm, const Tensor* y, const Tensor* g,
-                                       const Tensor& sums) {
+                                       const Tensor* a, const Tensor& sums) {
   const OnDeviceOf on(x);
   const bool has_rows = norm.has_rows();
-  const auto launch_as = [&](auto is_from_y, auto value) {
+  const auto launch_as = [&](auto stores_a, auto is_from_y, auto value) {
     using T = decltype(value);
-    constexpr bool kFromY = decltype(is_from_y)::value;
-    constexpr int kWidth = kFromY ? kFullWidth<T> : kAnyWidth;
+    constexpr bool kStoreA = decltype(stores_a)::value, kFromY = decltype(is_from_y)::value;
     AnyNormActMaskParams<T> params{{},
                                    data<T>(dy),
                                    data<T>(x),
                                    image_norm(norm),
                                    kernel_activation(norm.activation),
                                    g != nullptr ? mutable_data<T>(*g) : nullptr,
+                                   kStoreA ? mutable_data<T>(*a) : nullptr,
                                    {},
                                    mutable_data<float>(sums),
                                    sums.numel() / 2,
                                    kFromY ? data<T>(*y) : nullptr};
-    const bool vectors =
-        fills_vectors<T, kWidth>(size.channels, params.dy, params.x, params.y, params.g);
-    const int width = vectors ? kWidth : 1;
-    const ImageGrid grid =
-        grid_for_image_sums(size, has_rows, width, kAnyMaskSteps, 8, kAnyMaskThreadBlocks);
-    const OwnedGridSums memory(x, grid.images, 2 * grid.thread_blocks.x, grid.thread_blocks.y,
-                               size.channels, on.stream);
-    params.memory = memory.sums;
-    const auto kernel = vectors ? any_norm_act_backward_mask_kernel<T, kWidth, kFromY>
-                                : any_norm_act_backward_mask_kernel<T, 1, kFromY>;
-    grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
-      params.images = images;
-      launch("norm_act_backward_mask", kernel, thread_blocks, kThreads,
-             kThreadBlockSumBytes * 2 * width, on.stream, params);
-    });
+    const auto launch_with = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const ImageGrid grid = grid_for_image_sums(size, has_rows, kWidth, kAnyMaskSteps<kWidth>, 8,
+                                                 kAnyMaskThreadBlocks);
+      const OwnedGridSums memory(x, grid.images, 2 * grid.parts, grid.thread_blocks.y,
+                                 size.channels, on.stream);
+      params.memory = memory.sums;
+      grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
+        params.images = images;
+        launch("norm_act_backward_mask",
+               any_norm_act_backward_mask_kernel<T, kWidth, kStoreA, kFromY>, thread_blocks,
+               kThreads, kThreadBlockSumBytes * 2 * kWidth, on.stream, params);
+      });
+    };
+    constexpr int kMost = kStoreA ? 4 : kFullWidth<T>;  // limited by registers
+    with_width<T, kMost>(launch_with, size.channels, params.dy, params.x, params.y, params.g,
+                         params.a);
   };
   for_dtype(x, [&](auto value) {
-    y != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
+    y != nullptr   ? launch_as(no, yes, value)
+    : a != nullptr ? launch_as(yes, no, value)
+                   : launch_as(no, no, value);
   });
 }
 
@@ -398,17 +439,18 @@ void launch_any_norm_input_gradient(const ImageSizes& size, const Gradient& grad
                                      step.sums.numel() / 2,
                                      static_cast<float>(step.inv_count),
                                      mutable_data<T>(dx)};
-    const bool vectors =
-        fills_vectors<T, kAnyWidth>(size.channels, params.g, params.x, params.skip, params.dx);
-    const int width = vectors ? kAnyWidth : 1;
-    const ImageGrid grid =
-        grid_for_images(size, has_rows, width, kAnySteps, 32, kAnyInputGradientThreadBlocks);
-    const auto kernel = vectors ? any_norm_input_gradient_kernel<T, kAnyWidth>
-                                : any_norm_input_gradient_kernel<T, 1>;
-    grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
-      params.images = images;
-      launch("norm_input_gradient", kernel, thread_blocks, kThreads, 0, on.stream, params);
-    });
+    const auto launch_with = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const ImageGrid grid = grid_for_images(size, has_rows, kWidth, kAnySteps<kWidth>, 32,
+                                             kAnyInputGradientThreadBlocks);
+      grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
+        params.images = images;
+        launch("norm_input_gradient", any_norm_input_gradient_kernel<T, kWidth>, thread_blocks,
+               kThreads, kInputGradientRows * kThreads * sizeof(float), on.stream, params,
+               LaunchKind::kDependent);
+      });
+    };
+    with_width<T>(launch_with, size.channels, params.g, params.x, params.skip, params.dx);
   });
 }
 

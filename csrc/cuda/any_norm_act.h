@@ -9,7 +9,7 @@ void launch_any_norm_act_forward(const ImageSizes& size, const Tensor& x, const 
                                  const Tensor* residual, const Tensor& y);
 void launch_any_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                        const Norm& norm, const Tensor* y, const Tensor* g,
-                                       const Tensor& sums);
+                                       const Tensor* a, const Tensor& sums);
 void launch_any_norm_input_gradient(const ImageSizes& size, const Gradient& gradient,
                                     bool activated, const Tensor& dx);
 

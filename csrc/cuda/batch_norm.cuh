@@ -13,6 +13,14 @@ struct NormPointers {
   float eps;
   Accumulators moments;  // if any, mean and var are computed from these
   Count pixels;
+
+  // The channels from `first` on.
+  __device__ NormPointers from(int64_t first) const {
+    NormPointers norm = *this;
+    norm.mean += first, norm.var += first, norm.weight += first;
+    if (bias != nullptr) norm.bias += first;
+    return norm;
+  }
 };
 
 // The pointers of an AffineStep (tensor_args.h).
@@ -67,17 +75,12 @@ struct Normalisation {
 
   float mean[kWidth], scale[kWidth], bias[kWidth];
 
-  // Zeros for a thread without channels. Reads mean and var: the norm has no `moments`.
-  __device__ Normalisation(const NormPointers& norm, int channel, bool is_channel) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      const int c = channel + i;
-      mean[i] = scale[i] = bias[i] = 0;
-      if (!is_channel) continue;
-      mean[i] = norm.mean[c], bias[i] = norm.bias[c];
-      scale[i] = norm.weight[c] * reciprocal_std(norm.var[c], norm.eps);
-    }
-  }
+  // Every thread of the thread block must call this: each computes the coefficients of one channel.
+  // Overwrites shared memory.
+  template <int kSteps>
+  __device__ Normalisation(const NormPointers& norm, const ThreadRows<kWidth, kSteps>& thread)
+      : Normalisation(FromShared{}, stored(norm, thread), thread.block_channels(),
+                      thread.is_used ? thread.channel - thread.block_channel : 0) {}
 
   __device__ Normalisation(FromShared, const float* shared, int channels, int first) {
     load_floats(mean, shared + first);
@@ -107,6 +110,16 @@ struct Normalisation {
 
   __device__ float operator()(float x, int i) const { return fmaf(x - mean[i], scale[i], bias[i]); }
 
+  // p of a vector, rounded to T.
+  template <class T>
+  __device__ void pre_activations(const float (&x)[kWidth], float (&p)[kWidth]) const {
+    Vector<T, kWidth> rounded;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) p[i] = (*this)(x[i], i);
+    rounded.pack(p);
+    rounded.unpack(p);
+  }
+
   // relu(p) of a vector of x as an operand, rounded as PyTorch stores it.
   template <class T, class X>
   __device__ FullVector<T> activated(const Vector<X, kWidth>& x) const {
@@ -118,7 +131,22 @@ struct Normalisation {
     a.pack(p);
     return as_operand<T>(a);
   }
+
+ private:
+  template <int kSteps>
+  static __device__ const float* stored(const NormPointers& of_all,
+                                        const ThreadRows<kWidth, kSteps>& thread) {
+    const NormPointers norm = of_all.from(thread.block_channel);
+    const int channels = thread.block_channels();
+    float* shared = reinterpret_cast<float*>(dynamic_shared());
+    store(norm, NormChannel(norm, channels), channels, shared);
+    __syncthreads();
+    return shared;
+  }
 };
+
+// Bytes of shared memory that the coefficients of a thread block need.
+constexpr size_t kNormBytes = Normalisation<1>::kRows * kThreads * sizeof(float);
 
 // The coefficients of a step, a*g + b*(x - mean) + c. In evaluation mode b and c are not used.
 template <int kWidth>
@@ -127,21 +155,6 @@ struct InputGradient {
 
   float a[kWidth], b[kWidth], c[kWidth], mean[kWidth];
 
-  // Zeros for a thread without channels.
-  __device__ InputGradient(const AffineStepPointers& step, int channels, int channel,
-                           bool is_channel) {
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      a[i] = b[i] = c[i] = mean[i] = 0;
-      if (!is_channel) continue;
-      const int at = channel + i;
-      const float rstd = reciprocal_std(step.norm.var[at], step.norm.eps);
-      a[i] = step.norm.weight[at] * rstd;
-      set_sums(step, step.sums[at], step.sums[channels + at], a[i], rstd, b[i], c[i]);
-      mean[i] = step.norm.mean[at];
-    }
-  }
-
   __device__ InputGradient(FromShared, const float* shared, int channels, int first) {
     load_floats(a, shared + first);
     load_floats(b, shared + channels + first);
@@ -149,18 +162,20 @@ struct InputGradient {
     load_floats(mean, shared + 3 * channels + first);
   }
 
-  // Fills `shared` [kRows][channels]: a, b, c, mean.
+  // Fills `shared` [kRows][channels]: a, b, c, mean. `second` is the offset of sum(g * xhat) from
+  // sum(g).
   static __device__ void store(const AffineStepPointers& step, const NormChannel& channel,
-                               int channels, float* shared) {
+                               int channels, int second, float* shared) {
     if (!channel.exists) return;
     const bool is_exact = step.accumulated.words != nullptr;
     const float* sums = step.sums + threadIdx.x;
     const float sum_g = is_exact ? float(read_exact(channel.sums[0])) : sums[0];
-    const float sum_g_x = is_exact ? float(read_exact(channel.sums[1])) : sums[channels];
+    const float sum_g_x = is_exact ? float(read_exact(channel.sums[1])) : sums[second];
     const float rstd = reciprocal_std(channel.var, step.norm.eps), a = channel.weight * rstd;
     shared += threadIdx.x;
     shared[0] = a;
-    set_sums(step, sum_g, sum_g_x, a, rstd, shared[channels], shared[2 * channels]);
+    shared[channels] = -a * rstd * (sum_g_x * step.inv_count);
+    shared[2 * channels] = -a * (sum_g * step.inv_count);
     shared[3 * channels] = channel.mean;
   }
 
@@ -185,13 +200,6 @@ struct InputGradient {
     Vector<Y, kWidth> gradient;
     gradient.pack(dy);
     return gradient;
-  }
-
- private:
-  static __device__ void set_sums(const AffineStepPointers& step, float sum_g, float sum_g_x,
-                                  float a, float rstd, float& b, float& c) {
-    b = -a * rstd * (sum_g_x * step.inv_count);
-    c = -a * (sum_g * step.inv_count);
   }
 };
 

@@ -16,6 +16,8 @@ struct BnStatsParams {
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
     bn_stats_kernel(BnStatsParams<T> p) {
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kStatisticsSteps> thread(p.rows);
   GridStatistics<kWidth> statistics(thread, [&](float (&to)[kWidth], int64_t at) {
     Vector<T, kWidth> x;
@@ -39,18 +41,19 @@ void launch_bn_stats(const ImageSizes& size, const Tensor& x, const Statistics& 
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);
-    constexpr int kWidth = kFullWidth<T>;
     const T* from = data<T>(x);
-    const bool vectors = fills_vectors<T>(size.channels, from);
-    const Grid grid = grid_of_statistics(size, vectors ? kWidth : 1);
-    const OwnedGridSums memory(x, grid.thread_blocks, size.channels, on.stream);
-    const BnStatsParams<T> params{
-        grid.rows,
-        from,
-        {memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)}};
-    launch("bn_stats", vectors ? bn_stats_kernel<T, kWidth> : bn_stats_kernel<T, 1>,
-           grid.thread_blocks, kThreads, kThreadBlockSumBytes * 2 * (vectors ? kWidth : 1),
-           on.stream, params);
+    const auto launch_with = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const Grid grid = grid_of_statistics(size, kWidth);
+      const OwnedGridSums memory(x, grid.thread_blocks, size.channels, on.stream);
+      const BnStatsParams<T> params{
+          grid.rows,
+          from,
+          {memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)}};
+      launch("bn_stats", bn_stats_kernel<T, kWidth>, grid.thread_blocks, kThreads,
+             kThreadBlockSumBytes * 2 * kWidth, on.stream, params);
+    };
+    with_width<T>(launch_with, size.channels, from);
   });
 }
 

@@ -41,11 +41,9 @@ __device__ void store_pair(T* to, float low, float high) {
 }
 template <int COUNT>
 __device__ void load_floats(float (&values)[COUNT], const float* from) {
-#pragma unroll
-  for (int i = 0; i < COUNT; i += 4) {
-    const float4 v = *reinterpret_cast<const float4*>(from + i);
-    values[i] = v.x, values[i + 1] = v.y, values[i + 2] = v.z, values[i + 3] = v.w;
-  }
+  Vector<float, COUNT> vector;
+  vector.load(from);
+  vector.unpack(values);
 }
 template <int COUNT>
 __device__ void store_floats(float* to, const float (&values)[COUNT]) {

@@ -57,36 +57,19 @@ struct GridStatistics {
       const float grid = largest[i] < 0x1p40f ? 256 * largest[i] : 0.0f;
       const float rounded = (total[i] * (1.0f / kSamples) + grid) - grid;
       pivot[i] = isfinite(rounded) ? rounded : 0.0f;
-      sums[i] = sums[kWidth + i] = 0;
     }
+    clear();
+  }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 2 * kWidth; ++i) sums[i] = 0;
   }
 
   // Adds a tile of `count` > 0 pixels.
   template <class T, int kSteps>
   __device__ void add(const Vector<T, kWidth> (&tile)[kSteps], int count) {
-    const float n = static_cast<float>(count), inv_n = 1.0f / n;
-    float x[kSteps][kWidth];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) tile[s].unpack(x[s]);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      float sum = 0;
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) sum += s < count ? x[s][i] : 0.0f;
-      const float mean = sum * inv_n;
-      float rest = 0, squares = 0;
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        const float centred = s < count ? x[s][i] - mean : 0.0f;
-        rest += centred;
-        squares += centred * centred;
-      }
-      // The rounding error of the mean; 0 for an infinite mean, which would give NaN.
-      const float correction = isinf(mean) ? 0.0f : rest * inv_n;
-      const float d = (mean - pivot[i]) + correction;
-      sums[i] += n * d;
-      sums[kWidth + i] += n * d * d + (squares - rest * correction);
-    }
+    count == kSteps ? add_pixels<true>(tile, kSteps) : add_pixels<false>(tile, count);
   }
 
   // Every thread of the grid must call this. The last thread block writes mean and variance.
@@ -100,6 +83,34 @@ struct GridStatistics {
       const double var = sums[kWidth + i] * inv_count - d * d;
       memory.mean[thread.channel + i] = static_cast<float>(pivot[i] + d);
       memory.var[thread.channel + i] = static_cast<float>(var < 0 ? 0 : var);  // NaN stays NaN
+    }
+  }
+
+ private:
+  template <bool kIsWhole, class T, int kSteps>
+  __device__ void add_pixels(const Vector<T, kWidth> (&tile)[kSteps], int count) {
+    const float n = static_cast<float>(count), inv_n = 1.0f / n;
+    float x[kSteps][kWidth];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) tile[s].unpack(x[s]);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      float sum = 0;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) sum += kIsWhole || s < count ? x[s][i] : 0.0f;
+      const float mean = sum * inv_n;
+      float rest = 0, squares = 0;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const float centred = kIsWhole || s < count ? x[s][i] - mean : 0.0f;
+        rest += centred;
+        squares += centred * centred;
+      }
+      // The rounding error of the mean; 0 for an infinite mean, which would give NaN.
+      const float correction = isinf(mean) ? 0.0f : rest * inv_n;
+      const float d = (mean - pivot[i]) + correction;
+      sums[i] += n * d;
+      sums[kWidth + i] += n * d * d + (squares - rest * correction);
     }
   }
 };

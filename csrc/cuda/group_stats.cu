@@ -13,7 +13,7 @@ struct GroupStatsParams {
   const T* x;
   int groups, group_channels;
   int lanes;        // threads that merge a group; a power of two
-  GridSums memory;  // [2 * thread blocks + 2][channels] per image: sums, means, variances
+  GridSums memory;  // [2 * parts + 2][channels] per image: sums, means, variances
   float* mean;      // [images, channels]
   float* var;       // [images, channels]
 };
@@ -41,7 +41,7 @@ __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means
         values[1] += __ldcg(variances + c) + d * d;
       }
     }
-    sum_over_thread_block(values, threads);
+    sum_over_thread_block(values, lane, threads);
     if (group >= p.groups) continue;
     const double d = sums[column] * inv_channels;
     const double var = sums[kThreads + column] * inv_channels - d * d;
@@ -59,6 +59,8 @@ __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
     group_stats_kernel(GroupStatsParams<T> p) {
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kStatisticsSteps> thread(p.images.rows);
   const T* from = p.x + p.images.begin();
   GridStatistics<kWidth> statistics(thread, [&](float (&to)[kWidth], int64_t at) {
@@ -66,16 +68,22 @@ __global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
     x.load(from + at);
     x.unpack(to);
   });
-  thread.for_each([&](int64_t at, int64_t stride, int steps) {
-    Vector<T, kWidth> x[kStatisticsSteps];
-    load_rows(x, from + at, stride, steps);
-    statistics.add(x, steps);
-  });
-  const unsigned lines = 2 * gridDim.x + 2;
+  const unsigned parts = p.images.parts, lines = 2 * parts + 2;
   const GridSums memory = p.images.part_of(p.memory, lines, gridDim.y + 1);
   double* means = memory.partials + int64_t(lines - 2) * p.images.rows.channels;
   double* variances = means + p.images.rows.channels;
-  const bool has_sums = sum_over_grid(statistics.sums, thread, memory);
+  p.images.for_each_part([&](unsigned part) {
+    statistics.clear();
+    thread.for_each(
+        [&](int64_t at, int64_t stride, int steps) {
+          Vector<T, kWidth> x[kStatisticsSteps];
+          load_rows(x, from + at, stride, steps);
+          statistics.add(x, steps);
+        },
+        part, parts);
+    store_part(statistics.sums, thread, memory, part);
+  });
+  const bool has_sums = sum_over_parts(statistics.sums, thread, memory, parts);
   if (has_sums) {
     const double inv_count = 1.0 / static_cast<double>(thread.of.pixels);
 #pragma unroll
@@ -100,26 +108,26 @@ void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);
-    constexpr int kWidth = kFullWidth<T>;
     const T* from = data<T>(x);
-    const bool vectors = fills_vectors<T>(size.channels, from);
-    const int width = vectors ? kWidth : 1;
-    const ImageGrid grid =
-        grid_for_image_sums(size, true, width, kStatisticsSteps, 8, kStatisticsThreadBlocks);
-    const OwnedGridSums memory(x, grid.images, 2 * grid.thread_blocks.x + 2,
-                               grid.thread_blocks.y + 1, size.channels, on.stream);
     const int group_channels = static_cast<int>(size.channels / groups);
     int lanes = 1;
     while (lanes < group_channels && lanes < kThreads) lanes *= 2;
-    GroupStatsParams<T> params{
-        {},    from,        static_cast<int>(groups),       group_channels,
-        lanes, memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)};
-    const auto kernel = vectors ? group_stats_kernel<T, kWidth> : group_stats_kernel<T, 1>;
-    grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
-      params.images = images;
-      launch("group_stats", kernel, thread_blocks, kThreads, kThreadBlockSumBytes * 2 * width,
-             on.stream, params);
-    });
+    const auto launch_with = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const ImageGrid grid =
+          grid_for_image_sums(size, true, kWidth, kStatisticsSteps, 8, kStatisticsThreadBlocks);
+      const OwnedGridSums memory(x, grid.images, 2 * grid.parts + 2, grid.thread_blocks.y + 1,
+                                 size.channels, on.stream);
+      GroupStatsParams<T> params{
+          {},    from,        static_cast<int>(groups),       group_channels,
+          lanes, memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)};
+      grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
+        params.images = images;
+        launch("group_stats", group_stats_kernel<T, kWidth>, thread_blocks, kThreads,
+               kThreadBlockSumBytes * 2 * kWidth, on.stream, params);
+      });
+    };
+    with_width<T>(launch_with, size.channels, from);
   });
 }
 

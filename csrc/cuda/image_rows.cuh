@@ -13,10 +13,16 @@ namespace preact_kernels::cuda {
 struct ImageRows {
   PixelRows rows;  // of one image
   int64_t first;   // image of the batch
+  unsigned parts;  // of the sums of an image
 
   __device__ int64_t image() const { return first + blockIdx.z; }
   // Index of the image's first element.
   __device__ int64_t begin() const { return image() * (rows.pixels * rows.channels); }
+  // Calls body(part) for the parts of the thread block.
+  template <class Body>
+  __device__ void for_each_part(const Body& body) const {
+    for (unsigned part = blockIdx.x; part < parts; part += gridDim.x) body(part);
+  }
   // The image's part of the memory: `lines` of partials [channels], and counters.
   __device__ GridSums part_of(const GridSums& memory, unsigned lines, unsigned counters) const {
     return {memory.partials + image() * lines * rows.channels, memory.counter + image() * counters};
@@ -27,6 +33,7 @@ struct ImageGrid {
   PixelRows rows;  // of one image
   int64_t images;
   dim3 thread_blocks;  // thread blocks of one image
+  unsigned parts;      // of the sums of an image
 
   // Calls body(images, thread blocks) for each launch, with as many images as a grid may have.
   template <class Body>
@@ -34,7 +41,7 @@ struct ImageGrid {
     constexpr int64_t kMostImages = 65535;
     for (int64_t first = 0; first < images; first += kMostImages) {
       const auto count = static_cast<unsigned>(std::min(images - first, kMostImages));
-      body(ImageRows{rows, first}, dim3(thread_blocks.x, thread_blocks.y, count));
+      body(ImageRows{rows, first, parts}, dim3(thread_blocks.x, thread_blocks.y, count));
     }
   }
 };
@@ -44,7 +51,7 @@ inline ImageGrid whole_images(const ImageSizes& size, bool has_rows, int width, 
                               int most_columns, int thread_blocks_per_multiprocessor) {
   const ImageSizes image{has_rows ? 1 : size.images, size.channels, size.height, size.width};
   const Grid grid = grid_for(image, width, steps, most_columns, thread_blocks_per_multiprocessor);
-  return {grid.rows, has_rows ? size.images : 1, grid.thread_blocks};
+  return {grid.rows, has_rows ? size.images : 1, grid.thread_blocks, grid.thread_blocks.x};
 }
 
 // A grid for elementwise kernels: the images share the multiprocessors.
@@ -58,18 +65,24 @@ inline ImageGrid grid_for_images(const ImageSizes& size, bool has_rows, int widt
   return grid;
 }
 
-// A grid for sums. The thread blocks of an image, and so the order of its sums, do not depend on
-// the other images. A thread block has a few tiles, so that adding up its threads costs little in
-// comparison.
+// A grid for sums. The parts of an image's sums, and so their order, do not depend on the other
+// images. A part has a few tiles, so that adding up the threads of a thread block costs little in
+// comparison. The thread blocks of all images run at once, or in several waves.
 inline ImageGrid grid_for_image_sums(const ImageSizes& size, bool has_rows, int width, int steps,
                                      int most_columns, int thread_blocks_per_multiprocessor) {
-  constexpr int64_t kLeastTiles = 4;
+  constexpr int64_t kLeastTiles = 4, kWaves = 4;
   ImageGrid grid =
       whole_images(size, has_rows, width, steps, most_columns, thread_blocks_per_multiprocessor);
+  if (!has_rows) return grid;
   const int64_t pixels = int64_t(grid.rows.thread_block_pixels) * steps * kLeastTiles;
-  const int64_t share = (grid.rows.pixels + pixels - 1) / pixels;
-  if (has_rows)
-    grid.thread_blocks.x = static_cast<unsigned>(std::min<int64_t>(grid.thread_blocks.x, share));
+  const int64_t parts = (grid.rows.pixels + pixels - 1) / pixels;
+  grid.parts = static_cast<unsigned>(std::min<int64_t>(grid.thread_blocks.x, parts));
+  const int64_t at_once = thread_blocks_per_multiprocessor * multiprocessors();
+  const int64_t columns = grid.images * grid.thread_blocks.y;
+  int64_t share = at_once / columns;
+  const bool is_one_wave = 8 * share * columns >= 7 * at_once;
+  if (!is_one_wave) share = (kWaves * at_once + columns - 1) / columns;
+  grid.thread_blocks.x = static_cast<unsigned>(std::min<int64_t>(grid.parts, share));
   return grid;
 }
 

@@ -24,8 +24,10 @@ template <class T, int kWidth, bool kResidual>
 __global__ void __launch_bounds__(kThreads, kNormActThreadBlocks)
     norm_act_forward_kernel(NormActParams<T> p) {
   constexpr int kSteps = kNormActSteps;
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kSteps> thread(p.rows);
-  const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
+  const Normalisation<kWidth> norm(p.norm, thread);
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
     Vector<T, kWidth> x[kSteps], residual[kSteps];
     load_rows(x, p.x + at, stride, steps);
@@ -34,12 +36,13 @@ __global__ void __launch_bounds__(kThreads, kNormActThreadBlocks)
     for (int s = 0; s < kSteps; ++s) {
       float value[kWidth], added[kWidth];
       x[s].unpack(value);
-      if (kResidual) residual[s].unpack(added);
+      if (kResidual) {
+        residual[s].unpack(added);
+        norm.template pre_activations<T>(value, value);
+      }
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        value[i] = norm(value[i], i);
-        if (kResidual) value[i] = rounded<T>(value[i]) + added[i];
-        value[i] = relu(value[i]);
+        value[i] = relu(kResidual ? value[i] + added[i] : norm(value[i], i));
       }
       x[s].pack(value);
       if (s < steps) x[s].store(p.y + at + s * stride);
@@ -53,21 +56,26 @@ struct NormActMaskParams {
   const T* dy;
   const T* x;
   NormPointers norm;
-  T* g;  // not used without kStore
+  T* g;  // not used without kStoreG
+  T* a;  // not used without kStoreA
   GridSums memory;
   float* sums;  // [2, channels]: sum(g), sum(g * xhat)
   const T* y;   // not used without kFromY
 };
 
 constexpr int kMaskSteps = 3, kMaskThreadBlocks = 2;  // limited by registers
+static_assert(kThreadBlockSumBytes * 2 >= kNormBytes);
 
-// g = dy * [p > 0], or dy * [y > 0] if kFromY; stored if kStore. And its sums.
-template <class T, int kWidth, bool kStore, bool kFromY>
+// g = dy * [p > 0], or dy * [y > 0] if kFromY, and its sums. Stores g if kStoreG, and relu(p) if
+// kStoreA.
+template <class T, int kWidth, bool kStoreG, bool kStoreA, bool kFromY>
 __global__ void __launch_bounds__(kThreads, kMaskThreadBlocks)
     norm_act_backward_mask_kernel(NormActMaskParams<T> p) {
   constexpr int kSteps = kMaskSteps;
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kSteps> thread(p.rows);
-  const Normalisation<kWidth> norm(p.norm, thread.channel, thread.is_used);
+  const Normalisation<kWidth> norm(p.norm, thread);
   double sums[2 * kWidth] = {};
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
     Vector<T, kWidth> x[kSteps], dy[kSteps], y[kSteps];
@@ -81,16 +89,24 @@ __global__ void __launch_bounds__(kThreads, kMaskThreadBlocks)
         float value[kWidth], g[kWidth], activated[kWidth];
         x[s].unpack(value);
         dy[s].unpack(g);
-        if (kFromY) y[s].unpack(activated);
+        if (kFromY) {
+          y[s].unpack(activated);
+        } else {
+          norm.template pre_activations<T>(value, activated);
+        }
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          if ((kFromY ? activated[i] : rounded<T>(norm(value[i], i))) <= 0) g[i] = 0;
+          if (activated[i] <= 0) g[i] = activated[i] = 0;
           sum_g[i] += g[i];
           sum_g_x[i] += g[i] * (value[i] - norm.mean[i]);
         }
-        if (kStore) {
+        if (kStoreG) {
           dy[s].pack(g);
           dy[s].store(p.g + at + s * stride);
+        }
+        if (kStoreA) {
+          x[s].pack(activated);
+          x[s].store(p.a + at + s * stride);
         }
       }
     }
@@ -120,18 +136,29 @@ struct NormInputGradientParams {
 
 constexpr int kInputGradientSteps = 4, kInputGradientThreadBlocks = 2;
 
+constexpr int kInputGradientRows = InputGradient<1>::kRows + 1;  // with the bias
+
 // dx = [skip +] A*g + B*(x - mean) + C; if kMask, g is first masked by [p > 0].
 template <class T, int kWidth, bool kMask, bool kHasSkip>
 __global__ void __launch_bounds__(kThreads, kInputGradientThreadBlocks)
     norm_input_gradient_kernel(NormInputGradientParams<T> p) {
   constexpr int kSteps = kInputGradientSteps;
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kSteps> thread(p.rows);
-  const InputGradient<kWidth> coefficients(p.step, p.rows.channels, thread.channel, thread.is_used);
-  float bias[kWidth];
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    bias[i] = kMask && thread.is_used ? p.step.norm.bias[thread.channel + i] : 0.0f;
-  }
+  AffineStepPointers step = p.step;
+  step.norm = step.norm.from(thread.block_channel), step.sums += thread.block_channel;
+  const int channels = thread.block_channels();
+  const NormChannel channel(step.norm, channels);
+  float* shared = reinterpret_cast<float*>(dynamic_shared());  // [kInputGradientRows][channels]
+  float* shared_bias = shared + InputGradient<kWidth>::kRows * channels;
+  InputGradient<kWidth>::store(step, channel, channels, p.rows.channels, shared);
+  if (channel.exists) shared_bias[threadIdx.x] = channel.bias;
+  __syncthreads();
+  const int first = thread.is_used ? thread.channel - thread.block_channel : 0;
+  const InputGradient<kWidth> coefficients(FromShared{}, shared, channels, first);
+  float bias[kWidth] = {};
+  if (kMask) load_floats(bias, shared_bias + first);
   const bool in_training = p.step.inv_count != 0;
   const T* from = static_cast<const T*>(p.step.x);
   thread.for_each([&](int64_t at, int64_t stride, int steps) {
@@ -141,14 +168,21 @@ __global__ void __launch_bounds__(kThreads, kInputGradientThreadBlocks)
     if (kHasSkip) load_rows(skip, static_cast<const T*>(p.step.skip) + at, stride, steps);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      float value[kWidth], gradient[kWidth], added[kWidth];
+      float value[kWidth], gradient[kWidth], added[kWidth], activated[kWidth];
       x[s].unpack(value);
       g[s].unpack(gradient);
       if (kHasSkip) skip[s].unpack(added);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
+        activated[i] = fmaf(value[i] - coefficients.mean[i], coefficients.a[i], bias[i]);
+      }
+      Vector<T, kWidth> rounded;
+      rounded.pack(activated);
+      rounded.unpack(activated);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
         const float centred = value[i] - coefficients.mean[i];
-        if (kMask && rounded<T>(centred * coefficients.a[i] + bias[i]) <= 0) gradient[i] = 0;
+        if (kMask && activated[i] <= 0) gradient[i] = 0;
         gradient[i] *= coefficients.a[i];
         if (in_training) gradient[i] += centred * coefficients.b[i] + coefficients.c[i];
         if (kHasSkip) gradient[i] += added[i];
@@ -169,6 +203,36 @@ bool is_relu_without_rows(const Norm& norm) {
   return norm.activation.kind == ActivationKind::kRelu && !norm.has_rows();
 }
 
+// Of y, g and a, the tensors that the kernel does not use are null.
+template <bool kStoreG, bool kStoreA, bool kFromY>
+void launch_mask(const ImageSizes& size, const Tensor& dy, const Tensor& x, const Norm& norm,
+                 const Tensor* y, const Tensor* g, const Tensor* a, const Tensor& sums) {
+  const OnDeviceOf on(x);
+  for_dtype(x, [&](auto value) {
+    using T = decltype(value);
+    NormActMaskParams<T> params{{},
+                                data<T>(dy),
+                                data<T>(x),
+                                pointers(norm),
+                                kStoreG ? mutable_data<T>(*g) : nullptr,
+                                kStoreA ? mutable_data<T>(*a) : nullptr,
+                                {},
+                                mutable_data<float>(sums),
+                                kFromY ? data<T>(*y) : nullptr};
+    const auto launch_with = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const Grid grid = grid_for(size, kWidth, kMaskSteps, 8, kMaskThreadBlocks);
+      const OwnedGridSums memory(x, grid.thread_blocks, size.channels, on.stream);
+      params.rows = grid.rows;
+      params.memory = memory.sums;
+      launch("norm_act_backward_mask",
+             norm_act_backward_mask_kernel<T, kWidth, kStoreG, kStoreA, kFromY>, grid.thread_blocks,
+             kThreads, kThreadBlockSumBytes * 2 * kWidth, on.stream, params);
+    };
+    with_width<T>(launch_with, size.channels, params.dy, params.x, params.y, params.g, params.a);
+  });
+}
+
 }  // namespace
 
 // In each launch a thread block owns some channels, in a grid-stride loop over tiles of pixels.
@@ -180,16 +244,16 @@ void launch_norm_act_forward(const ImageSizes& size, const Tensor& x, const Norm
   const auto launch_as = [&](auto has_residual, auto value) {
     using T = decltype(value);
     constexpr bool kResidual = decltype(has_residual)::value;
-    constexpr int kWidth = kFullWidth<T>;
     const T* added = kResidual ? data<T>(*residual) : nullptr;
     NormActParams<T> params{{}, data<T>(x), pointers(norm), mutable_data<T>(y), added};
-    const bool vectors = fills_vectors<T>(size.channels, params.x, params.residual, params.y);
-    const Grid grid = grid_for(size, vectors ? kWidth : 1, kNormActSteps, 32, kNormActThreadBlocks);
-    params.rows = grid.rows;
-    launch("norm_act_forward",
-           vectors ? norm_act_forward_kernel<T, kWidth, kResidual>
-                   : norm_act_forward_kernel<T, 1, kResidual>,
-           grid.thread_blocks, kThreads, 0, on.stream, params);
+    const auto launch_with = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const Grid grid = grid_for(size, kWidth, kNormActSteps, 32, kNormActThreadBlocks);
+      params.rows = grid.rows;
+      launch("norm_act_forward", norm_act_forward_kernel<T, kWidth, kResidual>, grid.thread_blocks,
+             kThreads, kNormBytes, on.stream, params, LaunchKind::kDependent);
+    };
+    with_width<T>(launch_with, size.channels, params.x, params.residual, params.y);
   };
   for_dtype(x, [&](auto value) {
     residual != nullptr ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);
@@ -201,45 +265,23 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
                                    const Norm& norm, const Tensor* y, const Tensor* g,
                                    const Tensor& sums) {
   if (!is_relu_without_rows(norm)) {
-    return launch_any_norm_act_backward_mask(size, dy, x, norm, y, g, sums);
+    return launch_any_norm_act_backward_mask(size, dy, x, norm, y, g, nullptr, sums);
   }
-  const OnDeviceOf on(x);
-  const auto launch_as = [&](auto stores_g, auto is_from_y, auto value) {
-    using T = decltype(value);
-    constexpr bool kStore = decltype(stores_g)::value, kFromY = decltype(is_from_y)::value;
-    constexpr int kWidth = kFullWidth<T>;
-    NormActMaskParams<T> params{{},
-                                data<T>(dy),
-                                data<T>(x),
-                                pointers(norm),
-                                kStore ? mutable_data<T>(*g) : nullptr,
-                                {},
-                                mutable_data<float>(sums),
-                                kFromY ? data<T>(*y) : nullptr};
-    const bool vectors = fills_vectors<T>(size.channels, params.dy, params.x, params.y, params.g);
-    const Grid grid = grid_for(size, vectors ? kWidth : 1, kMaskSteps, 8, kMaskThreadBlocks);
-    const OwnedGridSums memory(x, grid.thread_blocks, size.channels, on.stream);
-    params.rows = grid.rows;
-    params.memory = memory.sums;
-    launch("norm_act_backward_mask",
-           vectors ? norm_act_backward_mask_kernel<T, kWidth, kStore, kFromY>
-                   : norm_act_backward_mask_kernel<T, 1, kStore, kFromY>,
-           grid.thread_blocks, kThreads, kThreadBlockSumBytes * 2 * (vectors ? kWidth : 1),
-           on.stream, params);
-  };
-  const auto launch_from = [&](auto is_from_y, auto value) {
-    g != nullptr ? launch_as(std::true_type{}, is_from_y, value)
-                 : launch_as(std::false_type{}, is_from_y, value);
-  };
-  for_dtype(x, [&](auto value) {
-    y != nullptr ? launch_from(std::true_type{}, value) : launch_from(std::false_type{}, value);
-  });
+  if (y != nullptr) {
+    g != nullptr ? launch_mask<true, false, true>(size, dy, x, norm, y, g, nullptr, sums)
+                 : launch_mask<false, false, true>(size, dy, x, norm, y, g, nullptr, sums);
+  } else {
+    g != nullptr ? launch_mask<true, false, false>(size, dy, x, norm, y, g, nullptr, sums)
+                 : launch_mask<false, false, false>(size, dy, x, norm, y, g, nullptr, sums);
+  }
 }
 
 void launch_norm_act_recompute(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                const Norm& norm, const Tensor& a, const Tensor& sums) {
-  launch_norm_act_forward(size, x, norm, nullptr, a);
-  launch_norm_act_backward_mask(size, dy, x, norm, nullptr, nullptr, sums);
+  if (!is_relu_without_rows(norm)) {
+    return launch_any_norm_act_backward_mask(size, dy, x, norm, nullptr, nullptr, &a, sums);
+  }
+  launch_mask<false, true, false>(size, dy, x, norm, nullptr, nullptr, &a, sums);
 }
 
 void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,
@@ -253,17 +295,16 @@ void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient
   const auto launch_as = [&](auto masks, auto has_skip, auto value) {
     using T = decltype(value);
     constexpr bool kMask = decltype(masks)::value, kHasSkip = decltype(has_skip)::value;
-    constexpr int kWidth = kFullWidth<T>;
     NormInputGradientParams<T> params{{}, data<T>(gradient.g), pointers(step), mutable_data<T>(dx)};
-    const bool vectors =
-        fills_vectors<T>(size.channels, params.step.skip, params.g, params.step.x, params.dx);
-    const Grid grid =
-        grid_for(size, vectors ? kWidth : 1, kInputGradientSteps, 32, kInputGradientThreadBlocks);
-    params.rows = grid.rows;
-    launch("norm_input_gradient",
-           vectors ? norm_input_gradient_kernel<T, kWidth, kMask, kHasSkip>
-                   : norm_input_gradient_kernel<T, 1, kMask, kHasSkip>,
-           grid.thread_blocks, kThreads, 0, on.stream, params);
+    const auto launch_with = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const Grid grid = grid_for(size, kWidth, kInputGradientSteps, 32, kInputGradientThreadBlocks);
+      params.rows = grid.rows;
+      launch("norm_input_gradient", norm_input_gradient_kernel<T, kWidth, kMask, kHasSkip>,
+             grid.thread_blocks, kThreads, kInputGradientRows * kThreads * sizeof(float), on.stream,
+             params, LaunchKind::kDependent);
+    };
+    with_width<T>(launch_with, size.channels, params.step.skip, params.g, params.step.x, params.dx);
   };
   for_dtype(step.x, [&](auto value) {
     if (activated) {

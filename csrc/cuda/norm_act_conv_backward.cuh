@@ -105,7 +105,7 @@ __device__ void norm_act_conv_backward(const NormActConvBackward& conv) {
   step_channel.load_sums(conv.step.accumulated);
   copy_ahead(0);
   Normalisation<kWidth>::store(conv.norm, norm_channel, channels, norm);
-  InputGradient<kWidth>::store(conv.step, step_channel, out_channels, step);
+  InputGradient<kWidth>::store(conv.step, step_channel, out_channels, out_channels, step);
   __syncthreads();
 
   for (int turn = 0; index_of(turn) < conv.grid.tiles; ++turn) {

@@ -1,10 +1,12 @@
-// Work distribution of memory-bound kernels over a matrix [pixels, channels]. An access is 16 bytes
-// where the channels are a multiple of that, else one number.
+// Work distribution of memory-bound kernels over a matrix [pixels, channels]. An access has the
+// most numbers, up to 16 bytes, that divide the channels and to which memory is aligned.
 //
 // A thread keeps its channels and loops over pixels: the coefficients of its channels stay in
 // registers. Neighbouring threads take neighbouring vectors of a pixel, then the next pixel. The
 // number of thread blocks, and so the order of sums, depends only on the shape and the device.
 #pragma once
+
+#include <type_traits>
 
 #include "../args.h"
 #include "device.cuh"
@@ -18,6 +20,7 @@ struct PixelRows {
   int channels;
   int columns;  // vectors of a pixel that one thread block takes; blockIdx.y selects which
   int thread_block_pixels;  // pixels at a time: kThreads / columns, one a thread
+  unsigned per_column;      // 2^16 / columns, rounded up: divides numbers below kThreads
 };
 
 // kWidth numbers of type T that one access loads or stores.
@@ -63,6 +66,30 @@ struct Vector<float, 8> {
       half[i].value = make_float4(from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]);
     }
   }
+};
+
+template <>
+struct Vector<float, 2> {
+  float2 value;
+
+  __device__ void load(const float* from) { value = *reinterpret_cast<const float2*>(from); }
+  __device__ void store(float* to) const { *reinterpret_cast<float2*>(to) = value; }
+  __device__ void unpack(float (&to)[2]) const { to[0] = value.x, to[1] = value.y; }
+  __device__ void pack(const float (&from)[2]) { value = make_float2(from[0], from[1]); }
+};
+
+// Four bytes.
+template <class T>
+struct Vector<T, 2> {
+  uint32_t value;
+
+  __device__ void load(const T* from) { value = *reinterpret_cast<const uint32_t*>(from); }
+  __device__ void store(T* to) const { *reinterpret_cast<uint32_t*>(to) = value; }
+  __device__ void unpack(float (&to)[2]) const {
+    const float2 both = unpack_pair<T>(value);
+    to[0] = both.x, to[1] = both.y;
+  }
+  __device__ void pack(const float (&from)[2]) { value = pack_pair<T>(from[0], from[1]); }
 };
 
 // Eight bytes.
@@ -146,28 +173,45 @@ __device__ inline void sum_over_rows(const double (&values)[kValues], int row,
 // The pixels and channels of a thread: kSteps pixels of kWidth channels at a time.
 template <int kWidth, int kSteps>
 struct ThreadRows {
-  int row, channel;  // the first channel
-  bool is_used;      // whether the thread has pixels, and `channel` is one
+  int row, channel;   // the first channel
+  int block_channel;  // the first channel of the thread block
+  bool is_used;       // whether the thread has pixels, and `channel` is one
   const PixelRows& of;
 
   __device__ explicit ThreadRows(const PixelRows& of) : of(of) {
-    row = threadIdx.x / of.columns;
-    channel = (blockIdx.y * of.columns + threadIdx.x % of.columns) * kWidth;
+    row = threadIdx.x * of.per_column >> 16;
+    block_channel = blockIdx.y * of.columns * kWidth;
+    channel = block_channel + (threadIdx.x - row * of.columns) * kWidth;
     is_used = row < of.thread_block_pixels && channel < of.channels;
   }
 
+  // Channels of the thread block, at most kThreads.
+  __device__ int block_channels() const {
+    const int left = of.channels - block_channel, most = of.columns * kWidth;
+    return left < most ? left : most;
+  }
+
   // Calls body(at, stride, steps) for the elements at, at + stride, ... of `steps` <= kSteps
-  // pixels.
+  // pixels, in every `parts`-th tile from `part` on.
+  template <class Body>
+  __device__ void for_each(const Body& body, unsigned part, unsigned parts) const {
+    if (!is_used) return;
+    const int tile = of.thread_block_pixels * kSteps;
+    const int64_t stride = int64_t(of.thread_block_pixels) * of.channels;
+    const int64_t pixel = int64_t(part) * tile + row, step = int64_t(parts) * tile;
+    int64_t at = pixel * of.channels + channel;
+    for (int64_t left = of.pixels - pixel; left > 0; left -= step) {
+      const int of_tile = left < tile ? static_cast<int>(left) : tile;
+      int steps = 1;
+#pragma unroll
+      for (int s = 1; s < kSteps; ++s) steps += of_tile > s * of.thread_block_pixels;
+      body(at, stride, steps);
+      at += step * of.channels;
+    }
+  }
   template <class Body>
   __device__ void for_each(const Body& body) const {
-    if (!is_used) return;
-    const int64_t tile = int64_t(of.thread_block_pixels) * kSteps;
-    const int64_t stride = int64_t(of.thread_block_pixels) * of.channels;
-    for (int64_t pixel = blockIdx.x * tile + row; pixel < of.pixels; pixel += gridDim.x * tile) {
-      const int64_t left =
-          (of.pixels - pixel + of.thread_block_pixels - 1) / of.thread_block_pixels;
-      body(pixel * of.channels + channel, stride, left < kSteps ? static_cast<int>(left) : kSteps);
-    }
+    for_each(body, blockIdx.x, gridDim.x);
   }
 };
 
@@ -189,19 +233,32 @@ inline Grid grid_for(const ImageSizes& size, int width, int steps, int most_colu
   const int64_t tiles = (pixels + tile - 1) / tile;
   const int most = thread_blocks_per_multiprocessor * multiprocessors() / thread_blocks_y;
   const int64_t thread_blocks_x = tiles < most ? tiles : (most > 1 ? most : 1);
-  return {{pixels, static_cast<int>(channels), columns, thread_block_pixels},
+  const auto per_column = static_cast<unsigned>(((1 << 16) + columns - 1) / columns);
+  return {{pixels, static_cast<int>(channels), columns, thread_block_pixels, per_column},
           dim3(static_cast<unsigned>(thread_blocks_x), static_cast<unsigned>(thread_blocks_y))};
 }
 
-// Whether accesses may have kWidth numbers, by default 16 bytes: the channels are a multiple, and
-// memory is aligned or null.
-template <class T, int kWidth = kFullWidth<T>, class... Pointers>
+// Whether accesses may have kWidth numbers: the channels are a multiple, and memory is aligned or
+// null.
+template <class T, int kWidth, class... Pointers>
 bool fills_vectors(int64_t channels, const Pointers*... pointers) {
   const bool aligned[] = {reinterpret_cast<uintptr_t>(pointers) % (kWidth * sizeof(T)) == 0 ...};
   for (const bool a : aligned) {
     if (!a) return false;
   }
   return channels % kWidth == 0;
+}
+
+// Calls body(width), an integral constant, with the widest accesses that the channels and the
+// pointers allow.
+template <class T, int kMost = kFullWidth<T>, class Body, class... Pointers>
+void with_width(const Body& body, int64_t channels, const Pointers*... pointers) {
+  if constexpr (kMost > 1) {
+    if (!fills_vectors<T, kMost>(channels, pointers...)) {
+      return with_width<T, kMost / 2>(body, channels, pointers...);
+    }
+  }
+  body(std::integral_constant<int, kMost>{});
 }
 
 }  // namespace preact_kernels::cuda

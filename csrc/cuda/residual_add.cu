@@ -20,6 +20,8 @@ template <class T, int kWidth, bool kStats>
 __global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
     residual_add_forward_kernel(ResidualAddParams<T> p) {
   constexpr int kSteps = kStatisticsSteps;
+  wait_for_predecessors();
+  let_dependents_start();
   const ThreadRows<kWidth, kSteps> thread(p.rows);
   const auto add = [](Vector<T, kWidth>& x, const Vector<T, kWidth>& branch) {
     float sum[kWidth], added[kWidth];
@@ -65,22 +67,22 @@ void launch_residual_add_forward(const ImageSizes& size, const Tensor& x, const 
   const auto launch_as = [&](auto with_stats, auto value) {
     using T = decltype(value);
     constexpr bool kStats = decltype(with_stats)::value;
-    constexpr int kWidth = kFullWidth<T>;
     ResidualAddParams<T> params{{}, data<T>(x), data<T>(branch), mutable_data<T>(output.y), {}};
-    const bool vectors = fills_vectors<T>(size.channels, params.x, params.branch, params.y);
-    const Grid grid = grid_of_statistics(size, vectors ? kWidth : 1);
-    params.rows = grid.rows;
-    std::optional<OwnedGridSums> memory;
-    if (kStats) {
-      memory.emplace(x, grid.thread_blocks, size.channels, on.stream);
-      params.statistics = {memory->sums, mutable_data<float>(of_y.mean),
-                           mutable_data<float>(of_y.var)};
-    }
-    launch("residual_add_forward",
-           vectors ? residual_add_forward_kernel<T, kWidth, kStats>
-                   : residual_add_forward_kernel<T, 1, kStats>,
-           grid.thread_blocks, kThreads,
-           kStats ? kThreadBlockSumBytes * 2 * (vectors ? kWidth : 1) : 0, on.stream, params);
+    const auto launch_with = [&](auto width) {
+      constexpr int kWidth = decltype(width)::value;
+      const Grid grid = grid_of_statistics(size, kWidth);
+      params.rows = grid.rows;
+      std::optional<OwnedGridSums> memory;
+      if (kStats) {
+        memory.emplace(x, grid.thread_blocks, size.channels, on.stream);
+        params.statistics = {memory->sums, mutable_data<float>(of_y.mean),
+                             mutable_data<float>(of_y.var)};
+      }
+      launch("residual_add_forward", residual_add_forward_kernel<T, kWidth, kStats>,
+             grid.thread_blocks, kThreads, kStats ? kThreadBlockSumBytes * 2 * kWidth : 0,
+             on.stream, params, kStats ? LaunchKind::kPlain : LaunchKind::kDependent);
+    };
+    with_width<T>(launch_with, size.channels, params.x, params.branch, params.y);
   };
   for_dtype(x, [&](auto value) {
     of_y.are_wanted ? launch_as(std::true_type{}, value) : launch_as(std::false_type{}, value);

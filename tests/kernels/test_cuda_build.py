@@ -118,6 +118,35 @@ def test_no_kernel_uses_local_memory(rows):
     assert {row["kernel"] for row in rows} >= ALLOWED_BYTES.keys()
 
 
+def sass_of(source, rows, targets):
+    """The machine code of each kernel of a source, for sm_90."""
+    if "sm_90" not in targets:
+        pytest.skip("the library was not compiled for sm_90")
+    tool = cuda_programs.cuobjdump()
+    (compiled,) = ROOT.glob(f"build/temp.*/csrc/cuda/{source}.o")
+    sass = subprocess.check_output([tool, "-sass", "-arch", "sm_90", compiled], text=True)
+    functions = sass.split("Function : ")[1:]
+    names = {readable(function.split("\n")[0]): function for function in functions}
+    assert {row["kernel"] for row in rows if row["source"] == source} == names.keys()
+    return names
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("bn_stats"),
+        pytest.param("residual_add"),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("norm_act", "any_norm_act")),
+        pytest.param("group_stats", marks=pytest.mark.slow),
+    ],
+)
+def test_on_hopper_a_memory_bound_kernel_reads_nothing_before_it_waits(rows, targets, source):
+    for name, function in sass_of(source, rows, targets).items():
+        wait, start = (function.find(i) for i in ("ACQBULK", "PREEXIT"))
+        assert 0 < wait < start, name
+        assert not re.search(r"LDG|STG|RED|ATOM", function[:wait]), name
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -130,15 +159,7 @@ def test_on_hopper_a_kernel_waits_for_those_before_it_and_copies_tiles_after_tha
     rows, targets, source
 ):
     """What kernels launched as dependent must do; see `wait_for_predecessors`."""
-    if "sm_90" not in targets:
-        pytest.skip("the library was not compiled for sm_90")
-    tool = cuda_programs.cuobjdump()
-    (compiled,) = ROOT.glob(f"build/temp.*/csrc/cuda/{source}.o")
-    sass = subprocess.check_output([tool, "-sass", "-arch", "sm_90", compiled], text=True)
-    functions = sass.split("Function : ")[1:]
-    names = {readable(function.split("\n")[0]): function for function in functions}
-    assert {row["kernel"] for row in rows if row["source"] == source} == names.keys()
-    for name, function in names.items():
+    for name, function in sass_of(source, rows, targets).items():
         wait, start, copy = (function.find(i) for i in ("ACQBULK", "PREEXIT", "LDGSTS"))
         assert 0 < wait < start, name
         before = function[:wait]
