@@ -64,8 +64,7 @@ def test_compiled_libraries_have_the_activations_of_python():
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_values_and_derivatives_over_the_whole_range(name, backend):
     activation = Activation(name, PARAMETERS.get(name, 0.0))
-    # The interpreter is slow, and Triton's kernels differ by dtype in conversions alone.
-    for dtype in SERVED_DTYPES[backend] if backend != "triton" else (torch.float32,):
+    for dtype in SERVED_DTYPES[backend]:
         check_special_values(activation, dtype, backend)
         check_values_and_derivatives(activation, dtype, backend)
 

@@ -123,7 +123,7 @@ def norm_act(x, mean, scale, bias, parameter, dtype: tl.constexpr, ACTIVATION: t
         # In float16, it makes the forward of a 3x3 convolution of 16 channels spill a register.
         return relu(normalised(x, mean, scale, bias)).to(dtype).to(tl.float32)
     else:
-        return activate(pre_activation(x, mean, scale, bias, dtype), parameter, ACTIVATION)
+        return activate(pre_activation(x, mean, scale, bias, dtype), parameter, dtype, ACTIVATION)
 
 
 @triton.jit
@@ -171,12 +171,13 @@ def load_whole_gradient(gradient, coefficients, at, mask, g_mask, IN_TRAINING: t
     dx = tl.load(gradient.g + at, mask=mask, other=0.0).to(tl.float32)
     # A load with `g_mask` would not be vectorized.
     dx = tl.where(g_mask, dx, 0.0)
-    return whole_gradient(dx, gradient.step, coefficients, at, mask, IN_TRAINING)
+    whole = whole_gradient(dx, gradient.step, coefficients, at, mask, IN_TRAINING)
+    return tl.where(mask, whole, 0.0)
 
 
 @triton.jit
 def whole_gradient(g, step, coefficients, at, mask, IN_TRAINING: tl.constexpr):
-    """`load_whole_gradient` for a float32 tile of g."""
+    """`load_whole_gradient` for a float32 tile of g; any numbers outside `mask`."""
     a, b, c, mean = coefficients
     dx = g * a[None, :]
     if IN_TRAINING:
@@ -184,7 +185,7 @@ def whole_gradient(g, step, coefficients, at, mask, IN_TRAINING: tl.constexpr):
         dx += (x - mean[None, :]) * b[None, :] + c[None, :]
     if step.skip is not None:
         dx += tl.load(step.skip + at, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(mask, dx, 0.0)
+    return dx
 
 
 @triton.jit

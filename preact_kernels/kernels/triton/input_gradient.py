@@ -146,8 +146,9 @@ def load_activation(x, norm, at, mask, parameter, ACTIVATION: tl.constexpr):
     """
     mean, _, scale, bias = norm
     x_tile = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    p = pre_activation(x_tile, mean, scale, bias, x.dtype.element_ty)
-    return x_tile, p, tl.where(mask, activate(p, parameter, ACTIVATION), 0.0)
+    dtype: tl.constexpr = x.dtype.element_ty
+    p = pre_activation(x_tile, mean, scale, bias, dtype)
+    return x_tile, p, tl.where(mask, activate(p, parameter, dtype, ACTIVATION), 0.0)
 
 
 @triton.jit
@@ -301,7 +302,7 @@ def norm_act_conv_backward_kernel(
         if ACTIVATION == "relu":
             g_tile = tl.where((p <= 0) | ~mask, 0.0, da).to(dtype)
         else:
-            g_tile = activation_gradient(da, p, parameter, ACTIVATION)
+            g_tile = activation_gradient(da, p, parameter, dtype, ACTIVATION)
             g_tile = tl.where(mask, g_tile, 0.0).to(dtype)
         tl.store(g + at, g_tile, mask=mask)
         g_tile = g_tile.to(tl.float32)

@@ -25,7 +25,6 @@ from preact_kernels.kernels.triton.batch_norm import (
     load_affine_step,
     load_norm,
     load_pooled_step,
-    load_whole_gradient,
     norm_of_image,
     pixel_indices,
     pre_activation,
@@ -91,11 +90,12 @@ def norm_act_forward_kernel(
     mask = (pixel < pixels)[:, None] & is_channel[None, :]
     at = pixel[:, None] * CHANNELS + channel[None, :]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
+    dtype: tl.constexpr = x.dtype.element_ty
+    p = pre_activation(value, mean, scale, bias, dtype)
     if residual is not None:
         # The store rounds: ReLU and the identity give the same bits before and after rounding.
         p += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + at, activate(p, parameter, ACTIVATION).to(y.dtype.element_ty), mask=mask)
+    tl.store(y + at, activate(p, parameter, dtype, ACTIVATION).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def load_g(dy, at, mask, p, dtype: tl.constexpr, parameter, ACTIVATION: tl.const
     if ACTIVATION == "relu":  # needs neither rounding nor a mask
         return tl.where(p <= 0, 0.0, dy_tile.to(tl.float32))
     else:
-        g = activation_gradient(dy_tile.to(tl.float32), p, parameter, ACTIVATION)
+        g = activation_gradient(dy_tile.to(tl.float32), p, parameter, dtype, ACTIVATION)
         return tl.where(mask, g.to(dtype).to(tl.float32), 0.0)
 
 
@@ -266,20 +266,15 @@ def norm_input_gradient_kernel(
     pixel = pixel_indices(tile, TILE_PIXELS, INT64)
     mask = (pixel < pixels)[:, None] & is_channel[None, :]
     at = pixel[:, None] * CHANNELS + channel[None, :]
+    g = tl.load(gradient.g + at, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION is not None:
         bias = tl.load(step.norm.bias + channel, mask=is_channel, other=0.0)
         value = tl.load(step.x + at, mask=mask, other=0.0).to(tl.float32)
         scale, _, _, mean = coefficients
-        p = pre_activation(value, mean, scale, bias, step.x.dtype.element_ty)
-    if ACTIVATION is None:
-        whole = load_whole_gradient(gradient, coefficients, at, mask, mask, IN_TRAINING)
-    elif ACTIVATION == "relu":
-        g_mask = mask & ~(p <= 0)
-        whole = load_whole_gradient(gradient, coefficients, at, mask, g_mask, IN_TRAINING)
-    else:
-        dy = tl.load(gradient.g + at, mask=mask, other=0.0).to(tl.float32)
-        g = activation_gradient(dy, p, parameter, ACTIVATION)
-        whole = whole_gradient(g, step, coefficients, at, mask, IN_TRAINING)
+        dtype: tl.constexpr = step.x.dtype.element_ty
+        p = pre_activation(value, mean, scale, bias, dtype)
+        g = activation_gradient(g, p, parameter, dtype, ACTIVATION)
+    whole = whole_gradient(g, step, coefficients, at, mask, IN_TRAINING)
     tl.store(dx + at, whole.to(dx.dtype.element_ty), mask=mask)
 
 
