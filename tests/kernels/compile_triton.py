@@ -249,6 +249,7 @@ def launch_others(dtype: torch.dtype) -> None:
         kernels.norm_act_forward(x, norm)
         kernels.norm_act_backward(x, x, norm, with_g=False)
         kernels.norm_act_backward(x, x, norm, with_g=True)
+        kernels.norm_act_recompute(x, x, norm)
         launch_with_residual(x, norm)
         for activated, skip in ((True, None), (False, x)):
             for gradient in gradients(x, skip, x):
@@ -281,6 +282,7 @@ def launch_activation(dtype: torch.dtype, activation: str) -> None:
             step = AffineStep(None, x, norm, sums, 0.5)
             kernels.norm_act_forward(x, norm)
             kernels.norm_act_backward(x, x, norm, with_g=True)
+            kernels.norm_act_recompute(x, x, norm)
             kernels.norm_input_gradient(Gradient(x, step), True)
             if is_first:
                 constant = step._replace(inv_count=0.0)

@@ -62,7 +62,7 @@ from preact_kernels.kernels.triton.norm_act_conv_backward import BackwardLaunch
 from preact_kernels.kernels.triton.weight_gradient import WeightGradientLaunch
 from tests.kernels.compile_triton import replace
 from tests.kernels.cuda_conv_cases import LOW_NAN, RoundedOperands, as_tf32
-from tests.kernels.op_cases import NORM_OPS, arguments, random_images, run
+from tests.kernels.op_cases import NORM_OPS, arguments, check_ops, random_images, run
 
 DEVICE = torch.device(device_of("triton"))
 kernels = backend.kernels()
@@ -148,6 +148,11 @@ def random_norm(channels):
     return Norm(mean, torch.rand(channels) + 0.5, weight, bias, 1e-5)
 
 
+def tensors_by_name(results):
+    """The tensors of a named tuple."""
+    return {n: t for n, t in results._asdict().items() if isinstance(t, torch.Tensor)}
+
+
 @pytest.mark.parametrize(
     ("channels", "out_channels", "kernel", "padding", "dtype"),
     [
@@ -176,7 +181,7 @@ def test_a_deferred_step_gives_the_bits_of_the_whole_gradient(
     whole = Gradient(kernels.norm_input_gradient(dy))
     found = kernels.norm_act_conv_backward(unit, dy, *rest)
     expected = kernels.norm_act_conv_backward(unit, whole, *rest)
-    assert_same_bits(found._asdict(), expected._asdict())
+    assert_same_bits(tensors_by_name(found), tensors_by_name(expected))
 
 
 def plain_stage(kind="bottleneck", channels=17, blocks=3, **options):
@@ -296,6 +301,81 @@ def test_launches_of_a_block(memory, in_one_pass, monkeypatch):
     assert ops2 == ops
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_statistics_and_sums_take_two_launches_and_no_fill(rows, monkeypatch):
+    launched = []  # names of kernels, none of which runs
+    replace(monkeypatch, "launch_kernel", lambda kernel, *_: launched.append(kernel.__name__))
+    size = (2, 16) if rows else (16,)
+    norm = Norm(*torch.ones(4, *size), 1e-5)
+
+    def launches_of(op, x):
+        launched.clear()
+        with WritingOps() as called:
+            op(x)
+        return len(launched) + len(called.names)
+
+    def images(side):
+        return random_images((2, 16, side, side), torch.float32)
+
+    for side, of_sums in ((80, 2), (4, 1)):  # of several programs, and of one
+        x = images(side)
+        assert launches_of(lambda x: kernels.norm_act_backward(x, x, norm, True), x) == of_sums
+        assert launches_of(lambda x: kernels.norm_act_recompute(x, x, norm), x) == of_sums
+        assert launches_of(lambda x: kernels.group_stats(x, 4), x) == 2
+        assert launches_of(kernels.bn_stats, x) == 2
+        assert launches_of(lambda x: kernels.residual_add_forward(x, x, True), x) == 2
+
+
+def within_float32(found, truth, ulps):
+    error = (found.double() - truth).abs()
+    return bool((error <= ulps * 2.0**-24 * truth.abs().clamp(min=1)).all())
+
+
+@pytest.mark.parametrize("op", ["bn_stats", "group_stats", "residual_add_forward"])
+def test_statistics_of_programs_with_many_tiles(op, monkeypatch):
+    """The first pixels of each program are far from its mean, which is large."""
+    monkeypatch.setattr(configurations, "MAX_IMAGE_PROGRAMS", 2)
+    replace(monkeypatch, "persistent_programs", lambda *_: 2)
+    x = random_images((1, 16, 256, 128), torch.float32) + 1000
+    x.flatten(2)[..., :200] = x.flatten(2)[..., 16384:16600] = 0
+    if op == "residual_add_forward":
+        branch = torch.ones_like(x)
+        y, found = kernels.residual_add_forward(x, branch, True)
+        assert same_bits(y, x + branch)
+    else:
+        found, y = getattr(kernels, op)(x, *[4] * (op == "group_stats")), x
+    mean, var = reference.group_stats(y.double(), 4 if op == "group_stats" else 16)
+    assert within_float32(found.mean.view(-1), mean.view(-1), 2)
+    assert within_float32(found.var.view(-1), var.view(-1), 8)
+
+
+def test_partial_results_of_many_programs_are_merged(monkeypatch):
+    monkeypatch.setattr(configurations, "MIN_IMAGE_TILES", 1)
+    shape = (2, 64, 67, 67)
+    given = arguments(shape, torch.bfloat16, rows="mean var", activation="silu")
+    launch_of = launch.reducing_launch(given.x, by_image=True).launch
+    assert launch_of.programs * 64 > 4096  # several tiles of the merge
+    mean, var = kernels.group_stats(given.x, 1)
+    true_mean, true_var = reference.group_stats(given.x.double(), 1)
+    assert within_float32(mean, true_mean, 4)
+    assert within_float32(var, true_var, 4)
+    check_ops(given, ("norm_act_backward", "norm_act_recompute"), kernels)
+
+
+def test_tiles_fit_the_image_and_the_device():
+    for channels, itemsize, images, pixels, multiprocessors, expected in (
+        (128, 2, 128, 1024, 132, (32, 128)),  # 64 bytes a thread
+        (128, 4, 128, 1024, 132, (16, 128)),
+        (128, 2, 1, 4096, 132, (8, 128)),  # few programs
+        (128, 2, 4096, 9, 132, (16, 128)),  # small images
+        (17, 2, 1, 1 << 20, 132, (128, 32)),
+    ):
+        found = configurations.elementwise(channels, itemsize, images, pixels, multiprocessors)
+        assert found[:2] == expected
+    assert configurations.tiles_of_program(8, 1) == configurations.MIN_IMAGE_TILES
+    assert configurations.tiles_of_program(65536, 4) == 1024
+
+
 def tensors_of(arguments):
     """The tensors of the arguments of a kernel, which may be nested."""
     for argument in arguments:
@@ -332,7 +412,7 @@ def test_kernels_that_add_up_pixels_take_images_that_begin_at_multiples_of_16_by
     kernels.norm_act_conv_forward(unit, inputs, Epilogue(None, image(), True))
     kernels.norm_act_conv_backward(unit, Gradient(image(), step), inputs, Wanted(True, True))
     counts = {name: len(images) for name, images in launched.items()}
-    assert counts["group_moments_kernel"] == counts["bn_stats_kernel"] == 1
+    assert counts["moments_kernel"] == 5
     assert counts["norm_act_conv_forward_kernel"] == 3
     assert not [n for n, images in launched.items() if any(t.data_ptr() % 16 for t in images)]
 
@@ -559,8 +639,7 @@ def test_fused_convolutions_of_other_activations(activation, kernel, in_one_pass
             unit, Gradient(dy.to(dtype)), inputs, Wanted(True, True)
         )
         y = k.norm_act_conv_forward(unit, inputs).y
-        found = {"y": y, **gradients._asdict()}
-        return {name: t for name, t in found.items() if t is not None}
+        return {"y": y, **tensors_by_name(gradients)}
 
     plain = reference.kernels()
     truth, eager = results(plain, torch.float64), results(plain, torch.float32)

@@ -36,10 +36,8 @@ from preact_kernels.kernels.running_stats import (
 from preact_kernels.kernels.triton import running_stats as one_norm
 from preact_kernels.kernels.triton.batch_norm import aligned_gradient
 from preact_kernels.kernels.triton.block_run import block_run_backward, block_run_forward
-from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.configurations import conv_refusal
 from preact_kernels.kernels.triton.conv import precision
-from preact_kernels.kernels.triton.group_stats import group_stats
 from preact_kernels.kernels.triton.launch import aligned
 from preact_kernels.kernels.triton.norm_act import (
     norm_act_backward,
@@ -51,6 +49,7 @@ from preact_kernels.kernels.triton.norm_act_conv_backward import launch_norm_act
 from preact_kernels.kernels.triton.norm_act_conv_forward import launch_norm_act_conv_forward
 from preact_kernels.kernels.triton.pool_sums import pool_sums
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
+from preact_kernels.kernels.triton.statistics import bn_stats, group_stats
 
 _ACTIVATIONS = ("relu", "leaky_relu", "identity")  # others are bound by instruction issue
 

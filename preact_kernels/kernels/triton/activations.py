@@ -249,7 +249,8 @@ def activation_gradient(dy, p, parameter, dtype: tl.constexpr, ACTIVATION: tl.co
     elif ACTIVATION == "elu":
         return tl.where(p <= 0, dy * (parameter * exp(p, FAST)), dy)
     elif ACTIVATION == "hardswish":
-        return tl.where(p <= -3, 0.0, tl.where(p < 3, dy * (p / 3 + 0.5), dy))
+        third = p * (1.0 / 3) if FAST else p / 3
+        return tl.where(p <= -3, 0.0, tl.where(p < 3, dy * (third + 0.5), dy))
     elif ACTIVATION == "mish":
         e = mish_exp(p, FAST)
         n = e * (e + 2)

@@ -28,11 +28,11 @@ from preact_kernels.kernels.contract import (
     samples_of,
 )
 from preact_kernels.kernels.triton.batch_norm import aligned_gradient, kernel_gradient
-from preact_kernels.kernels.triton.bn_stats import bn_stats
 from preact_kernels.kernels.triton.launch import aligned, on_device_of
 from preact_kernels.kernels.triton.reduction import WORDS, finished_statistics, finished_sums
 from preact_kernels.kernels.triton.run_units import run_norms, run_units
 from preact_kernels.kernels.triton.run_weight_gradients import RunWeightGradients
+from preact_kernels.kernels.triton.statistics import bn_stats
 
 
 class _Accumulators:

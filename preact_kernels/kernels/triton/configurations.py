@@ -33,11 +33,12 @@ MAX_IEEE_PRODUCTS = 1024  # input channels times output channels
 ONE_PASS_WEIGHTS_TAPS = 3072
 MAX_PART_ROWS = 128
 
-# Resident programs per multiprocessor of an elementwise kernel that reduces.
-ELEMENTWISE_RESIDENT = 4
-# Tiles per program in kernels that reduce each image. Constant, so that the sums of an image have
-# the same bits in any batch and on any device.
-TILES_OF_IMAGE = 8
+# Resident programs per multiprocessor of an elementwise kernel that reduces: 128 registers a
+# thread.
+REDUCING_RESIDENT = 2
+# In kernels that reduce each image: the fewest tiles per program, and the most programs per image.
+MIN_IMAGE_TILES = 4
+MAX_IMAGE_PROGRAMS = 256
 
 
 class ElementwiseTiles(NamedTuple):
@@ -46,6 +47,7 @@ class ElementwiseTiles(NamedTuple):
     tile_pixels: int
     tile_channels: int
     num_warps: int
+    resident: int = 0  # programs per multiprocessor; 0: as many as registers allow
 
 
 class ConvTiles(NamedTuple):
@@ -112,17 +114,47 @@ def _tile(channels: int, largest: int) -> int:
     return min(max(triton.next_power_of_2(channels), 16), largest)
 
 
-@functools.cache
-def elementwise(channels: int, is_small: bool = False) -> ElementwiseTiles:
-    """Tiles of 4,096 elements, up to 128 channels wide; of 2,048 where narrow or masked.
+@functools.lru_cache(maxsize=1024)
+def elementwise(
+    channels: int, itemsize: int, images: int, pixels: int, multiprocessors: int
+) -> ElementwiseTiles:
+    """Tiles for kernels in which each program owns one tile of an image of `pixels`.
 
-    If `is_small`, half as many elements.
+    They have 64 bytes a thread, so that a thread uses the parameters of its channels often; or 32
+    or 16 bytes, where larger tiles leave multiprocessors idle or exceed the image.
     """
     tile_channels = min(triton.next_power_of_2(channels), 128)
-    elements = 4096 if channels % max(tile_channels, 32) == 0 else 2048
-    if is_small:
+    columns = -(-channels // tile_channels)
+    tile_pixels = 8192 // itemsize // tile_channels
+    for _ in range(2):
+        programs = images * -(-pixels // tile_pixels) * columns
+        if programs >= 4 * multiprocessors and tile_pixels < 2 * pixels:
+            break
+        tile_pixels //= 2
+    return ElementwiseTiles(tile_pixels, tile_channels, 4)
+
+
+@functools.lru_cache(maxsize=1024)
+def reducing(channels: int, itemsize: int, pixels: int) -> ElementwiseTiles:
+    """Tiles for elementwise kernels that reduce: 8 KB, or 4 KB where narrow or masked.
+
+    Depends on the shape of an image and the dtype only, as the order of sums does.
+    """
+    tile_channels = min(triton.next_power_of_2(channels), 128)
+    elements = 8192 // itemsize
+    is_masked = channels % max(tile_channels, 32) != 0
+    if is_masked or elements // tile_channels >= 2 * pixels:
         elements //= 2
-    return ElementwiseTiles(elements // tile_channels, tile_channels, 8)
+    return ElementwiseTiles(elements // tile_channels, tile_channels, 8, REDUCING_RESIDENT)
+
+
+def tiles_of_program(tiles: int, columns: int) -> int:
+    """Tiles per program in kernels that reduce each image of `tiles` in each of `columns`.
+
+    Depends on the shape of an image only, so that its sums have the same bits in any batch and on
+    any device.
+    """
+    return max(MIN_IMAGE_TILES, -(-tiles * columns // MAX_IMAGE_PROGRAMS))
 
 
 def conv_refusal(conv_weight_shape: Sequence[int], groups: int, precision: str) -> str:

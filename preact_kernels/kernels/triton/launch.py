@@ -12,11 +12,11 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from preact_kernels.kernels.triton.configurations import (
-    ELEMENTWISE_RESIDENT,
-    TILES_OF_IMAGE,
-    ConvTiles,
     Device,
+    ElementwiseTiles,
     elementwise,
+    reducing,
+    tiles_of_program,
 )
 
 INTERPRETED = triton.knobs.runtime.interpret  # read when kernels are defined
@@ -71,7 +71,7 @@ def compile_options(constants: Mapping[str, Any], num_warps: int) -> dict[str, A
     if starts_early():
         options["launch_pdl"] = True
     config = constants.get("TILES")
-    if isinstance(config, ConvTiles):
+    if config is not None and config.resident:
         registers = _REGISTERS_PER_MULTIPROCESSOR // (
             _THREADS_PER_WARP * num_warps * config.resident
         )
@@ -220,59 +220,71 @@ def persistent_programs(device: torch.device, tiles: int, columns: int, resident
 class ElementwiseLaunch(NamedTuple):
     """Launch configuration of an elementwise kernel on `[images, pixels, channels]`."""
 
-    device: torch.device
     images: int  # 1: the pixels of the batch count as one image
     pixels: int  # per image
     channels: int
-    grid: tuple[int, int, int]  # a program for each tile of pixels and of channels
+    grid: tuple[int, int, int]  # images * programs of an image, channel tiles
     constants: dict
     num_warps: int
 
-    def persistent_grid(self) -> tuple[int, int, int]:
-        """The grid of a kernel in which each program owns several tiles of the batch."""
-        tiles, columns, _ = self.grid
-        return persistent_programs(self.device, tiles, columns, ELEMENTWISE_RESIDENT), columns, 1
-
-    def programs_of_image(self) -> int:
-        """Programs per image, in each grid column of `image_grid`."""
-        return ceil_div(self.grid[0] // self.images, TILES_OF_IMAGE)
-
-    def image_grid(self) -> tuple[int, int, int]:
-        """The grid of a kernel in which each program owns several tiles of one image."""
-        return self.images * self.programs_of_image(), self.grid[1], 1
+    @property
+    def programs(self) -> int:
+        """Programs per image and channel tile."""
+        return self.grid[0] // self.images
 
 
-@functools.cache
-def _elementwise_constants(channels: int, int64: bool, is_small: bool) -> dict:
-    config = elementwise(channels, is_small)
-    return {"CHANNELS": channels, "INT64": int64, "TILES": config}
+class ReducingLaunch(NamedTuple):
+    """Launch configuration of an elementwise kernel that reduces images."""
+
+    launch: ElementwiseLaunch
+    tiles: int  # per program
 
 
-def elementwise_launch(
-    x: Tensor, by_image: bool = False, is_small: bool = False
+def _elementwise_launch(
+    x: Tensor, images: int, config: ElementwiseTiles, tiles: int = 1
 ) -> ElementwiseLaunch:
-    """Launch configuration of an elementwise kernel for tensors shaped like x.
-
-    Args:
-        x: a tensor `[N, C, H, W]`.
-        by_image: each program works on one image, with small tiles.
-        is_small: small tiles, for kernels that need more registers per element.
-    """
-    is_small = is_small or by_image
     channels = x.shape[1]
-    images = x.shape[0] if by_image else 1
     pixels = x.numel() // (images * channels)
-    config = elementwise(channels, is_small)
-    tiles, columns = (
-        ceil_div(pixels, config.tile_pixels),
-        ceil_div(channels, config.tile_channels),
-    )
+    programs = ceil_div(pixels, config.tile_pixels * tiles)
     return ElementwiseLaunch(
-        x.device,
         images,
         pixels,
         channels,
-        (images * tiles, columns, 1),
-        _elementwise_constants(channels, needs_int64(x.numel()), is_small),
+        (images * programs, ceil_div(channels, config.tile_channels), 1),
+        {"CHANNELS": channels, "INT64": needs_int64(x.numel()), "TILES": config},
         config.num_warps,
     )
+
+
+def elementwise_launch(x: Tensor, by_image: bool = False) -> ElementwiseLaunch:
+    """Launch configuration of a kernel in which each program owns one tile.
+
+    Args:
+        x: a tensor `[N, C, H, W]`, which has the shape of all tensors.
+        by_image: each tile is of one image.
+    """
+    images = x.shape[0] if by_image else 1
+    channels, pixels = x.shape[1], x.numel() // (images * x.shape[1])
+    multiprocessors = properties(x.device).multiprocessors
+    config = elementwise(channels, x.element_size(), images, pixels, multiprocessors)
+    return _elementwise_launch(x, images, config)
+
+
+def reducing_launch(x: Tensor, by_image: bool = False) -> ReducingLaunch:
+    """Launch configuration of a kernel in which each program owns consecutive tiles of an image.
+
+    Args:
+        x: a tensor `[N, C, H, W]`, which has the shape of all tensors.
+        by_image: reduces each image; otherwise the batch.
+    """
+    images = x.shape[0] if by_image else 1
+    channels, pixels = x.shape[1], x.numel() // (images * x.shape[1])
+    config = reducing(channels, x.element_size(), pixels)
+    tiles = ceil_div(pixels, config.tile_pixels)
+    columns = ceil_div(channels, config.tile_channels)
+    if by_image:
+        of_program = tiles_of_program(tiles, columns)
+    else:
+        programs = persistent_programs(x.device, tiles, columns, config.resident)
+        of_program = ceil_div(tiles, programs)
+    return ReducingLaunch(_elementwise_launch(x, images, config, of_program), of_program)

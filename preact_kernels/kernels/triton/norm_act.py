@@ -32,24 +32,19 @@ from preact_kernels.kernels.triton.batch_norm import (
     tiles_of,
     whole_gradient,
 )
-from preact_kernels.kernels.triton.configurations import TILES_OF_IMAGE
 from preact_kernels.kernels.triton.launch import (
     PreparedLaunches,
     aligned,
     elementwise_launch,
     launch_kernel,
     on_device_of,
+    reducing_launch,
     wait_for_predecessors,
 )
 from preact_kernels.kernels.triton.reduction import (
-    add_two_sums,
     column_sums,
-    finished_sums,
     launch_sum_partials,
-    new_sums,
 )
-
-_TILES_OF_IMAGE = tl.constexpr(TILES_OF_IMAGE)
 
 
 @triton.jit(do_not_specialize=["rows", "pixels"])
@@ -109,110 +104,70 @@ def load_g(dy, at, mask, p, dtype: tl.constexpr, parameter, ACTIVATION: tl.const
         return tl.where(mask, g.to(dtype).to(tl.float32), 0.0)
 
 
-@triton.jit(do_not_specialize=["pixels"])
+@triton.jit(do_not_specialize=["rows", "pixels", "program_tiles"])
 def norm_act_backward_kernel(
     dy,
     x,
     norm,
     y,
     g,
-    sums,
-    parameter,
-    pixels,
-    ACTIVATION: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    INT64: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """g = dy * act'(p), stored unless `g` is None, and its sums. Grid: programs, channel tiles.
-
-    If `y`, the result of ReLU, is given, g is 0 where y <= 0, else dy.
-    """
-    wait_for_predecessors()
-    TILE_PIXELS: tl.constexpr = TILES.tile_pixels
-    TILE_CHANNELS: tl.constexpr = TILES.tile_channels
-    channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
-    is_channel = channel < CHANNELS
-    mean, rstd, scale, bias = load_norm(norm, channel, CHANNELS)
-    # Sums over tiles stay in the registers of each thread until the end.
-    sum_g = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
-    sum_g_x = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
-    for tile in tl.range(
-        tl.program_id(0), tiles_of(pixels, TILE_PIXELS), tl.num_programs(0), num_stages=3
-    ):
-        pixel = pixel_indices(tile, TILE_PIXELS, INT64)
-        mask = (pixel < pixels)[:, None] & is_channel[None, :]
-        at = pixel[:, None] * CHANNELS + channel[None, :]
-        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        if y is None:
-            p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
-        else:  # ReLU's result is 0 where its argument is not positive
-            p = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
-        g_tile = load_g(dy, at, mask, p, x.dtype.element_ty, parameter, ACTIVATION)
-        if g is not None:
-            tl.store(g + at, g_tile.to(g.dtype.element_ty), mask=mask)
-        sum_g += g_tile
-        sum_g_x += g_tile * (value - mean[None, :])
-    add_two_sums(
-        column_sums(sum_g), column_sums(sum_g_x) * rstd, sums, channel, is_channel, CHANNELS
-    )
-
-
-@triton.jit(do_not_specialize=["rows", "pixels"])
-def norm_act_backward_rows_kernel(
-    dy,
-    x,
-    norm,
-    y,
-    g,
+    a,
     sums,
     parameter,
     rows,
     pixels,
+    program_tiles,
     ACTIVATION: tl.constexpr,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """g = dy * act'(p), stored unless `g` is None, and partial sums of each image.
+    """g = dy * act'(p) and a = act(p), stored unless they are None, and partial sums of g.
 
     If `y`, the result of ReLU, is given, g is 0 where y <= 0, else dy.
 
-    `sums` is `[programs of an image, 2, images, CHANNELS]`. Grid: images * programs of an image,
-    channel tiles.
+    Tensors are `[images, pixels, CHANNELS]`, with one image if `rows` is None, and `sums` is
+    `[programs of an image, 2, images, CHANNELS]`. Grid: images * programs of an image, channel
+    tiles.
     """
     wait_for_predecessors()
     TILE_PIXELS: tl.constexpr = TILES.tile_pixels
     TILE_CHANNELS: tl.constexpr = TILES.tile_channels
+    dtype: tl.constexpr = x.dtype.element_ty
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < CHANNELS
     tiles = tiles_of(pixels, TILE_PIXELS)
-    programs = tiles_of(tiles, _TILES_OF_IMAGE)
+    programs = tiles_of(tiles, program_tiles)
     image, program = tl.program_id(0) // programs, tl.program_id(0) % programs
-    offset = image.to(tl.int64) * pixels * CHANNELS
-    dy, x = dy + offset, x + offset
-    if y is not None:
-        y += offset
-    if g is not None:
-        g += offset
-    norm = norm_of_image(norm, rows, image, CHANNELS)
+    if rows is not None:
+        offset = image.to(tl.int64) * pixels * CHANNELS
+        dy, x = dy + offset, x + offset
+        if y is not None:
+            y += offset
+        if g is not None:
+            g += offset
+        if a is not None:
+            a += offset
+        norm = norm_of_image(norm, rows, image, CHANNELS)
     mean, rstd, scale, bias = load_norm(norm, channel, CHANNELS)
     # Sums over tiles stay in the registers of each thread until the end.
     sum_g = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
     sum_g_x = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
-    first = program * _TILES_OF_IMAGE
-    for tile in tl.range(first, tl.minimum(first + _TILES_OF_IMAGE, tiles), num_stages=3):
+    first = program * program_tiles
+    for tile in tl.range(first, tl.minimum(first + program_tiles, tiles), num_stages=3):
         pixel = pixel_indices(tile, TILE_PIXELS, INT64)
         mask = (pixel < pixels)[:, None] & is_channel[None, :]
         at = pixel[:, None] * CHANNELS + channel[None, :]
         value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         if y is None:
-            p = pre_activation(value, mean, scale, bias, x.dtype.element_ty)
+            p = pre_activation(value, mean, scale, bias, dtype)
         else:  # ReLU's result is 0 where its argument is not positive
             p = tl.load(y + at, mask=mask, other=0.0).to(tl.float32)
-        g_tile = load_g(dy, at, mask, p, x.dtype.element_ty, parameter, ACTIVATION)
+        g_tile = load_g(dy, at, mask, p, dtype, parameter, ACTIVATION)
         if g is not None:
-            tl.store(g + at, g_tile.to(g.dtype.element_ty), mask=mask)
+            tl.store(g + at, g_tile.to(dtype), mask=mask)
+        if a is not None:
+            tl.store(a + at, activate(p, parameter, dtype, ACTIVATION).to(dtype), mask=mask)
         sum_g += g_tile
         sum_g_x += g_tile * (value - mean[None, :])
     images = tl.num_programs(0) // programs
@@ -285,7 +240,7 @@ def norm_act_forward(x: Tensor, norm: Norm, residual: Tensor | None = None) -> T
         rows_of(norm),
         kernel_activation(norm.activation, norm.parameter),
     )
-    launch = elementwise_launch(x, rows is not None, activation != "relu")
+    launch = elementwise_launch(x, rows is not None)
     y = torch.empty_like(x, memory_format=torch.channels_last)
     with on_device_of(x):
         launch_kernel(
@@ -301,62 +256,48 @@ def norm_act_forward(x: Tensor, norm: Norm, residual: Tensor | None = None) -> T
 def norm_act_backward(
     dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
-    """See `Kernels.norm_act_backward`.
-
-    A program owns every `programs`-th tile of some channels.
-    """
+    """See `Kernels.norm_act_backward`."""
     assert y is None or norm.activation == RELU.name
-    dy, x, y = aligned(dy), aligned(x), None if y is None else aligned(y)
-    if norm.has_rows:
-        return _backward_of_images(dy, x, norm, with_g, y)
-    activation, parameter = kernel_activation(norm.activation, norm.parameter)
-    launch = elementwise_launch(x, is_small=activation != "relu")
     g = torch.empty_like(x, memory_format=torch.channels_last) if with_g else None
-    with on_device_of(x):
-        sums = new_sums(x, launch.channels)
-        launch_kernel(
-            norm_act_backward_kernel,
-            launch.persistent_grid(),
-            (dy, x, kernel_norm(norm), y, g, sums, parameter, launch.pixels),
-            {"ACTIVATION": activation, **launch.constants},
-            launch.num_warps,
-        )
-        return g, finished_sums(sums)[0]
+    return g, _launch_backward(dy, x, norm, y, g, None)
 
 
 def norm_act_recompute(dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """See `Kernels.norm_act_recompute`."""
-    return norm_act_forward(x, norm), norm_act_backward(dy, x, norm, False)[1]
+    a = torch.empty_like(x, memory_format=torch.channels_last)
+    return a, _launch_backward(dy, x, norm, None, None, a)
 
 
-def _backward_of_images(
-    dy: Tensor, x: Tensor, norm: Norm, with_g: bool, y: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """`norm_act_backward` of a norm with rows.
+def _launch_backward(
+    dy: Tensor, x: Tensor, norm: Norm, y: Tensor | None, g: Tensor | None, a: Tensor | None
+) -> Tensor:
+    """Fills g and a unless they are None, and returns the sums.
 
-    A program owns some tiles of a few channels of an image.
+    A program owns some tiles of a few channels, of an image if the norm has rows.
     """
-    launch = elementwise_launch(x, by_image=True)
+    dy, x, y = aligned(dy), aligned(x), None if y is None else aligned(y)
     rows, (activation, parameter) = (
         rows_of(norm),
         kernel_activation(norm.activation, norm.parameter),
     )
-    g = torch.empty_like(x, memory_format=torch.channels_last) if with_g else None
-    images, channels, programs = launch.images, launch.channels, launch.programs_of_image()
+    launch, tiles = reducing_launch(x, rows is not None)
+    shape = (2, launch.channels) if rows is None else (2, launch.images, launch.channels)
     with on_device_of(x):
-        partials = x.new_empty((programs, 2, images, channels), dtype=torch.float32)
+        partials = x.new_empty((launch.programs, *shape), dtype=torch.float32)
         launch_kernel(
-            norm_act_backward_rows_kernel,
-            launch.image_grid(),
-            (dy, x, kernel_norm(norm), y, g, partials, parameter, rows, launch.pixels),
+            norm_act_backward_kernel,
+            launch.grid,
+            (dy, x, kernel_norm(norm), y, g, a, partials, parameter, rows, launch.pixels, tiles),
             {"ACTIVATION": activation, **launch.constants},
             launch.num_warps,
         )
-        if programs == 1:
-            return g, partials[0]
-        sums = x.new_empty((1, 2 * images, channels, 1, 1), dtype=torch.float32)
-        launch_sum_partials(partials.view(1, programs, -1), sums)
-        return g, sums.view(2, images, channels)
+        if launch.programs == 1:
+            return partials[0]
+        sums = x.new_empty(
+            (1, shape[0] * launch.images, launch.channels, 1, 1), dtype=torch.float32
+        )
+        launch_sum_partials(partials.view(1, launch.programs, -1), sums)
+        return sums.view(shape)
 
 
 def norm_input_gradient(
@@ -374,7 +315,7 @@ def norm_input_gradient(
     )
     is_pooled = step.sums.dim() == 3 and step.sums.dtype != torch.int64  # not accumulators
     rows = rows_of(norm, pooled=True) if is_pooled else None
-    launch = elementwise_launch(x, rows is not None, activation not in (None, "relu"))
+    launch = elementwise_launch(x, rows is not None)
     dx = torch.empty_like(x, memory_format=torch.channels_last)
     in_training = step.inv_count != 0
     flags = {"ACTIVATION": activation, "IN_TRAINING": in_training}

@@ -1,9 +1,9 @@
 """Sums over the programs of a grid, with the same bits in every run.
 
-Statistics and the two sums of batch norm's backward are added to exact integer accumulators by
-atomic operations, so the order of programs does not matter. The next kernel reads them there. The
-gradient of a convolution's weight has many more elements: each program stores a partial result, and
-a separate launch adds these in a fixed order.
+Fused convolutions add statistics and the two sums of batch norm's backward to exact integer
+accumulators by atomic operations, so the order of programs does not matter. The next kernel reads
+them there. Of other sums, each program stores a partial result, and a separate launch adds these in
+a fixed order: there are many more elements, or no zeroed memory to add to.
 
 Accumulators are `[2, 6, channels]` int64, initially zero, for two sums per channel. A float64 value
 is split into five words of 48 bits with the units 2^-96, 2^-48, 1, 2^48 and 2^96, which leaves room
@@ -28,7 +28,6 @@ from preact_kernels.kernels.triton.launch import (
 WORDS = 6
 
 _WORDS = tl.constexpr(WORDS)
-_TILE_PROGRAMS = tl.constexpr(32)
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -390,7 +389,9 @@ def sum_partials_kernel(
     stride_c,
     stride_r,
     stride_s,
+    TILE_PROGRAMS: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Sums `partials [units, programs, R, S, K, C]` over programs.
 
@@ -404,8 +405,8 @@ def sum_partials_kernel(
     unit = tl.program_id(1).to(tl.int64)
     partials += unit * unit_stride
     total = tl.zeros([TILE_ELEMENTS], tl.float32)
-    for begin in range(0, programs, _TILE_PROGRAMS):
-        row = begin + tl.arange(0, _TILE_PROGRAMS)
+    for begin in tl.range(0, programs, TILE_PROGRAMS, num_stages=STAGES):
+        row = begin + tl.arange(0, TILE_PROGRAMS)
         mask = (row < programs)[:, None] & is_element[None, :]
         at = row.to(tl.int64)[:, None] * weights + element[None, :]
         total += column_sums(tl.load(partials + at, mask=mask, other=0.0))
@@ -413,6 +414,11 @@ def sum_partials_kernel(
     at = k * stride_k + c * stride_c + tap // S * stride_r + tap % S * stride_s
     value = total.to(dconv_weight.dtype.element_ty)
     tl.store(dconv_weight + unit * weights + at, value, mask=is_element)
+
+
+def merge_stages(size: int, tile: int) -> int:
+    """Stages of a loop over tiles of partial results: a pipeline pays off from three tiles on."""
+    return 3 if size > 2 * tile else 1
 
 
 def launch_sum_partials(
@@ -427,7 +433,10 @@ def launch_sum_partials(
     """
     units, programs, weights = partials.shape
     _, K, C, R, S = dconv_weights.shape
-    tile = 1024 if INTERPRETED else 64
+    tile = 64 if weights > 8192 else 16  # few elements are spread over more programs
+    tile_programs = 2048 // tile
+    if INTERPRETED:
+        tile, tile_programs = 1024, 32
     launch_kernel(
         sum_partials_kernel,
         (ceil_div(weights, tile), units, 1),
@@ -442,7 +451,11 @@ def launch_sum_partials(
             R * S,
             *dconv_weights.stride()[1:],
         ),
-        {"TILE_ELEMENTS": tile},
+        {
+            "TILE_PROGRAMS": tile_programs,
+            "TILE_ELEMENTS": tile,
+            "STAGES": merge_stages(programs, tile_programs),
+        },
         4,
         prepared,
     )

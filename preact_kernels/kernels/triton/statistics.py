@@ -1,7 +1,6 @@
-"""Mean and biased variance of each image and group of channels.
+"""Mean and biased variance of each image and group of channels, or of each channel of a batch.
 
-Each program stores the moments of some pixels of one image; a second launch merges them in a fixed
-order. Results do not depend on the other images.
+Each program stores the moments of some pixels; a second launch merges them in a fixed order.
 """
 
 import torch
@@ -11,66 +10,81 @@ from torch import Tensor
 
 from preact_kernels.kernels.contract import Statistics
 from preact_kernels.kernels.triton.batch_norm import pixel_indices, tiles_of
-from preact_kernels.kernels.triton.configurations import TILES_OF_IMAGE
 from preact_kernels.kernels.triton.launch import (
-    INTERPRETED,
     aligned,
-    elementwise_launch,
     launch_kernel,
     on_device_of,
+    reducing_launch,
     wait_for_predecessors,
 )
-from preact_kernels.kernels.triton.reduction import column_sums
-
-_TILES_OF_IMAGE = tl.constexpr(TILES_OF_IMAGE)
+from preact_kernels.kernels.triton.reduction import column_sums, merge_stages
 
 
-@triton.jit(do_not_specialize=["pixels"])
-def group_moments_kernel(
+@triton.jit
+def load_value(x, branch, at, mask, dtype: tl.constexpr):
+    """A tile of x [+ branch], rounded to `dtype`, in float32."""
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if branch is not None:
+        value += tl.load(branch + at, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(dtype).to(tl.float32)
+    return value
+
+
+@triton.jit(do_not_specialize=["pixels", "program_tiles"])
+def moments_kernel(
     x,
+    branch,
+    y,
     moments,
     pixels,
+    program_tiles,
     CHANNELS: tl.constexpr,
     INT64: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Pivot, mean - pivot, and sum((x - mean)^2) per channel, over some pixels of an image.
 
-    `x` is `[images, pixels, CHANNELS]` and `moments` `[programs, 3, CHANNELS]`. The pivot is near
-    the mean of the first tile, so that differences are small. The mean of a constant channel is
-    exact. Grid: images * programs of an image, channel tiles.
+    If `branch` is given, those of y = x + branch, which is stored.
+
+    `x` is `[images, pixels, CHANNELS]` and `moments` `[programs, 3, CHANNELS]`. The pivot is the
+    mean of some of the program's pixels, so that differences are small. The mean of a constant
+    channel is exact. Grid: images * programs of an image, channel tiles.
     """
     wait_for_predecessors()
     TILE_PIXELS: tl.constexpr = TILES.tile_pixels
     TILE_CHANNELS: tl.constexpr = TILES.tile_channels
+    dtype: tl.constexpr = x.dtype.element_ty if y is None else y.dtype.element_ty
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < CHANNELS
     tiles = tiles_of(pixels, TILE_PIXELS)
-    programs = tiles_of(tiles, _TILES_OF_IMAGE)
+    programs = tiles_of(tiles, program_tiles)
     image, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     x += image.to(tl.int64) * pixels * CHANNELS
-    first = program * _TILES_OF_IMAGE
-    last = tl.minimum(first + _TILES_OF_IMAGE, tiles)
-    pixel = pixel_indices(first, TILE_PIXELS, INT64)
-    mask = (pixel < pixels)[:, None] & is_channel[None, :]
-    at = pixel[:, None] * CHANNELS + channel[None, :]
-    rows = tl.minimum(pixels - first * TILE_PIXELS, TILE_PIXELS).to(tl.float32)
-    pivot = column_sums(tl.load(x + at, mask=mask, other=0.0).to(tl.float32)) / rows
+    first = program * program_tiles
+    count = tl.minimum(pixels - first * TILE_PIXELS, program_tiles * TILE_PIXELS)
+    # Pixels at equal distances, which are odd: those of a border are not all of one column.
+    distance = tl.maximum(count // TILE_PIXELS - 1 | 1, 1)
+    index = tl.arange(0, TILE_PIXELS)
+    pixel = pixel_indices(first, TILE_PIXELS, INT64) + index * (distance - 1)
+    mask = (index < count)[:, None] & is_channel[None, :]
+    value = load_value(x, branch, pixel[:, None] * CHANNELS + channel[None, :], mask, dtype)
+    pivot = column_sums(value) / tl.minimum(count, TILE_PIXELS).to(tl.float32)
     pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
     # Sums over tiles stay in the registers of each thread until the end.
     total = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
     squares = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
-    for tile in tl.range(first, last, num_stages=3):
+    for tile in tl.range(first, tl.minimum(first + program_tiles, tiles), num_stages=3):
         pixel = pixel_indices(tile, TILE_PIXELS, INT64)
         mask = (pixel < pixels)[:, None] & is_channel[None, :]
         at = pixel[:, None] * CHANNELS + channel[None, :]
-        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        value = load_value(x, branch, at, mask, dtype)
+        if y is not None:
+            tl.store(y + at, value.to(dtype), mask=mask)
         shifted = tl.where(mask, value - pivot[None, :], 0.0)
         total += shifted
         squares += shifted * shifted
     sums = column_sums(total)
-    rows = tl.minimum(pixels - first * TILE_PIXELS, _TILES_OF_IMAGE * TILE_PIXELS)
-    offset = tl.div_rn(sums, tl.zeros_like(sums) + rows.to(tl.float32))
+    offset = tl.div_rn(sums, tl.zeros_like(sums) + count.to(tl.float32))
     m2 = column_sums(squares) - sums * offset
     moments += tl.program_id(0).to(tl.int64) * (3 * CHANNELS) + channel
     tl.store(moments, pivot, mask=is_channel)
@@ -79,7 +93,7 @@ def group_moments_kernel(
 
 
 @triton.jit(do_not_specialize=["pixels", "program_pixels", "programs", "channels", "size"])
-def group_stats_kernel(
+def merge_moments_kernel(
     moments,
     mean,
     var,
@@ -89,6 +103,7 @@ def group_stats_kernel(
     channels,
     size,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Mean and variance `[images, channels]` of groups of `size` channels, from moments.
 
@@ -103,7 +118,7 @@ def group_stats_kernel(
     near = tl.load(moments).to(tl.float64) + tl.load(moments + channels).to(tl.float64)
     total = tl.zeros([TILE], tl.float64)
     squares = tl.zeros([TILE], tl.float64)
-    for begin in range(0, programs * size, TILE):
+    for begin in tl.range(0, programs * size, TILE, num_stages=STAGES):
         index = begin + tl.arange(0, TILE)
         mask = index < programs * size
         program = index // size
@@ -126,31 +141,46 @@ def group_stats_kernel(
         tl.store(var + row + index, zeros + variance.to(tl.float32), mask=index < size)
 
 
-def group_stats(x: Tensor, groups: int) -> Statistics:
-    """See `Kernels.group_stats`.
+def launch_statistics(
+    x: Tensor, groups: int | None, branch: Tensor | None = None, y: Tensor | None = None
+) -> Statistics:
+    """Statistics `[images, channels]` of groups of channels; of each channel of the batch if None.
 
-    A program owns some tiles of a few channels of an image; in the second launch, a group of
-    an image.
+    If `branch` is given, those of y = x + branch, which is stored. A program owns some tiles of a
+    few channels; in the second launch, a group of an image.
     """
-    launch = elementwise_launch(x, by_image=True)
-    images, channels, programs = launch.images, launch.channels, launch.programs_of_image()
+    launch, tiles = reducing_launch(x, groups is not None)
+    images, channels, programs = launch.images, launch.channels, launch.programs
     mean, var = (x.new_empty((images, channels), dtype=torch.float32) for _ in range(2))
     with on_device_of(x):
         moments = x.new_empty((images, programs, 3, channels), dtype=torch.float32)
+        branch = None if branch is None else aligned(branch)
         launch_kernel(
-            group_moments_kernel,
-            launch.image_grid(),
-            (aligned(x), moments, launch.pixels),
+            moments_kernel,
+            launch.grid,
+            (aligned(x), branch, y, moments, launch.pixels, tiles),
             launch.constants,
             launch.num_warps,
         )
-        program_pixels = TILES_OF_IMAGE * launch.constants["TILES"].tile_pixels
-        size = channels // groups
+        program_pixels = tiles * launch.constants["TILES"].tile_pixels
+        size = 1 if groups is None else channels // groups
+        tile = min(max(triton.next_power_of_2(programs * size), 64), 4096)
         launch_kernel(
-            group_stats_kernel,
-            (images * groups, 1, 1),
+            merge_moments_kernel,
+            (images * (channels // size), 1, 1),
             (moments, mean, var, launch.pixels, program_pixels, programs, channels, size),
-            {"TILE": 1024 if INTERPRETED else 256},
-            2,
+            {"TILE": tile, "STAGES": merge_stages(programs * size, tile)},
+            max(1, tile // 256),
         )
     return Statistics(mean, var)
+
+
+def group_stats(x: Tensor, groups: int) -> Statistics:
+    """See `Kernels.group_stats`."""
+    return launch_statistics(x, groups)
+
+
+def bn_stats(x: Tensor) -> Statistics:
+    """See `Kernels.bn_stats`."""
+    mean, var = launch_statistics(x, None)
+    return Statistics(mean[0], var[0])
