@@ -11,11 +11,12 @@ struct ResidualAddParams {
   PixelRows rows;
   const T* x;
   const T* branch;
+  const T* bias;  // [channels], or null
   T* y;
   StatisticsMemory statistics;  // statistics of y as stored
 };
 
-// y = x + branch, and if kStats its mean and variance.
+// y = x + (branch [+ bias]), and if kStats its mean and variance.
 template <class T, int kWidth, bool kStats>
 __global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
     residual_add_forward_kernel(ResidualAddParams<T> p) {
@@ -23,12 +24,21 @@ __global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
   wait_for_predecessors();
   let_dependents_start();
   const ThreadRows<kWidth, kSteps> thread(p.rows);
-  const auto add = [](Vector<T, kWidth>& x, const Vector<T, kWidth>& branch) {
+  float bias[kWidth];
+  const bool has_bias = !kStats && p.bias != nullptr;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    bias[i] = has_bias && thread.is_used ? to_float(p.bias[thread.channel + i]) : 0.0f;
+  }
+  const auto add = [&](Vector<T, kWidth>& x, const Vector<T, kWidth>& branch) {
     float sum[kWidth], added[kWidth];
     x.unpack(sum);
     branch.unpack(added);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) sum[i] += added[i];
+    for (int i = 0; i < kWidth; ++i) {
+      if (has_bias) added[i] += bias[i];  // -0 stays -0 without a bias
+      sum[i] += added[i];
+    }
     x.pack(sum);
   };
   const auto sum_at = [&](float (&to)[kWidth], int64_t at) {
@@ -61,13 +71,15 @@ using namespace cuda;
 
 // A thread block owns some channels, in a grid-stride loop over tiles of pixels.
 void launch_residual_add_forward(const ImageSizes& size, const Tensor& x, const Tensor& branch,
-                                 const Output& output) {
+                                 const Tensor* bias, const Output& output) {
   const Statistics& of_y = output.statistics;
   const OnDeviceOf on(x);
   const auto launch_as = [&](auto with_stats, auto value) {
     using T = decltype(value);
     constexpr bool kStats = decltype(with_stats)::value;
-    ResidualAddParams<T> params{{}, data<T>(x), data<T>(branch), mutable_data<T>(output.y), {}};
+    const T* added = bias != nullptr ? data<T>(*bias) : nullptr;
+    ResidualAddParams<T> params{{}, data<T>(x), data<T>(branch), added, mutable_data<T>(output.y),
+                                {}};
     const auto launch_with = [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
       const Grid grid = grid_of_statistics(size, kWidth);

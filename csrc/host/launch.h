@@ -22,9 +22,10 @@ void launch_bn_stats(const ImageSizes& size, const Tensor& x, const Statistics& 
 void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
                         const Statistics& of_x);
 
-// y = x + branch, and the statistics of y if they are wanted.
+// y = x + branch, and the statistics of y if they are wanted; or y = x + (branch + bias), unless
+// `bias` is null.
 void launch_residual_add_forward(const ImageSizes& size, const Tensor& x, const Tensor& branch,
-                                 const Output& output);
+                                 const Tensor* bias, const Output& output);
 
 // y = act(p) for p = (x - mean) * scale + bias, or act(p + residual) unless `residual` is null.
 // With a residual, p and the sum are rounded to the dtype of x, and the activation is ReLU or the

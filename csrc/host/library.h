@@ -13,7 +13,7 @@ void define_ops(Library& m) {
   m.def("bn_stats(Tensor x) -> (Tensor, Tensor)");
   m.def("group_stats(Tensor x, int groups) -> (Tensor, Tensor)");
   m.def(
-      "residual_add_forward(Tensor x, Tensor branch, bool with_stats)"
+      "residual_add_forward(Tensor x, Tensor branch, bool with_stats, Tensor? bias)"
       " -> (Tensor, Tensor, Tensor)");
   m.def("norm_act_forward(Tensor x, " PK_NORM ", Tensor? residual) -> Tensor");
   m.def("norm_act_backward_sums(Tensor dy, Tensor x, " PK_NORM ", Tensor? y) -> Tensor");

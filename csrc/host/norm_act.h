@@ -24,19 +24,28 @@ inline std::tuple<Tensor, Tensor> group_stats(const Tensor& x, int64_t groups) {
   return {statistics.mean, statistics.var};
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x,
-                                                               const Tensor& branch,
-                                                               bool with_stats) {
-  const ImageSizes size = check_images("x", x);
-  check_like("branch", branch, size, x);
-  const Output output{empty_nhwc(x, size), new_statistics(x, with_stats, size.channels)};
-  launch_residual_add_forward(size, x, branch, output);
-  return {output.y, output.statistics.mean, output.statistics.var};
-}
-
 // The tensor, or null.
 inline const Tensor* pointer_to(const std::optional<Tensor>& t) {
   return t.has_value() ? &*t : nullptr;
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> residual_add_forward(const Tensor& x,
+                                                               const Tensor& branch,
+                                                               bool with_stats,
+                                                               const std::optional<Tensor>& bias) {
+  const ImageSizes size = check_images("x", x);
+  check_like("branch", branch, size, x);
+  if (bias.has_value()) {
+    check_tensor("bias", *bias);
+    check_same_device("bias", *bias, x);
+    check_shape("bias", *bias, {size.channels});
+    PK_CHECK(bias->scalar_type() == x.scalar_type() && bias->is_contiguous(),
+             "bias: expected contiguous values in the dtype of x");
+    PK_CHECK(!with_stats, "bias: expected none with statistics");
+  }
+  const Output output{empty_nhwc(x, size), new_statistics(x, with_stats, size.channels)};
+  launch_residual_add_forward(size, x, branch, pointer_to(bias), output);
+  return {output.y, output.statistics.mean, output.statistics.var};
 }
 
 inline Tensor norm_act_forward(const Tensor& x, PK_NORM_PARAMETERS,

@@ -440,8 +440,13 @@ class Kernels(Protocol):
         return nchw(t)
 
     @abstractmethod
-    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
-        """`y = x + branch`."""
+    def residual_add_forward(
+        self, x: Tensor, branch: Tensor, with_stats: bool, bias: Tensor | None = None
+    ) -> Output:
+        """`y = x + branch`, or `y = x + (branch + bias)` for `bias` `[C]` in the dtype of `x`.
+
+        With a bias there are no statistics. The sum in parentheses may be rounded to this dtype.
+        """
 
 
 class BlockKernels(Kernels, Protocol):

@@ -64,6 +64,8 @@ def _may_round_to_tf32() -> bool:
 class CUDAKernels(NativeKernels):
     """The compiled CUDA library."""
 
+    adds_bias = True
+
     def norm_buffers_update(
         self,
         running: list[Tensor],

@@ -101,8 +101,10 @@ class FlatOps(UnitKernels):
         _, x, norm, sums, inv_count = step
         return self._ops.norm_act_backward_input.default(dy, x, *norm, sums, inv_count)
 
-    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
-        y, mean, var = self._ops.residual_add_forward.default(x, branch, with_stats)
+    def residual_add_forward(
+        self, x: Tensor, branch: Tensor, with_stats: bool, bias: Tensor | None = None
+    ) -> Output:
+        y, mean, var = self._ops.residual_add_forward.default(x, branch, with_stats, bias)
         return Output(y, Statistics(mean, var) if with_stats else None)
 
 

@@ -63,7 +63,13 @@ class UnitKernels(Kernels):
 
     `_fused_forward` and `_fused_backward` run units that `refusal` does not refuse, on images,
     without dropout.
+
+    Attributes:
+        adds_bias: whether the residual addition adds a convolution's bias: on a GPU, PyTorch adds
+            it in a kernel of its own.
     """
+
+    adds_bias: bool = False
 
     def refusal(self, unit: Unit, pixels: int | None = None) -> str:
         try:
@@ -127,6 +133,9 @@ class UnitKernels(Kernels):
             unit = unit._replace(weight_dtype=unit.dtype)
             return self.norm_act_conv_forward(unit, inputs, epilogue, mask)
         conv_bias, residual, with_stats = epilogue
+        added = None  # the bias, unless the convolution adds it
+        if self.adds_bias and residual is not None and not with_stats:
+            conv_bias, added = None, conv_bias
         if unit.y_dtype != unit.dtype:
             narrow = unit._replace(y_dtype=unit.dtype)
             y = self.norm_act_conv_forward(narrow, inputs, Epilogue(conv_bias), mask).y
@@ -137,8 +146,10 @@ class UnitKernels(Kernels):
             y = self.nhwc(_convolve(a, _as_images(conv_weight, convert), conv_bias, unit.conv))
             del a
         if residual is not None:
+            if added is not None:
+                added = added.to(residual.dtype)
             y, statistics = self.residual_add_forward(
-                as_image(y.to(residual.dtype)), as_image(residual), with_stats
+                as_image(residual), as_image(y.to(residual.dtype)), with_stats, added
             )
             return Output(from_image(y, residual.shape, True), statistics)
         return Output(y, self.bn_stats(y) if with_stats else None)

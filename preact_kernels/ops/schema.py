@@ -68,7 +68,7 @@ SCHEMAS = {
         "bool wants_weight, bool wants_dy, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     "residual_add_forward": (
-        "(Tensor x, Tensor branch, bool with_stats) -> (Tensor, Tensor, Tensor)"
+        "(Tensor x, Tensor branch, bool with_stats, Tensor? bias) -> (Tensor, Tensor, Tensor)"
     ),
 }
 # Ops that a backend with `checks_arguments` checks itself.
@@ -278,7 +278,9 @@ class FakeKernels(Kernels):
             _nhwc_like(dy.g if dy.step is None else dy.step.x) if wanted.dy else None,
         )
 
-    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
+    def residual_add_forward(
+        self, x: Tensor, branch: Tensor, with_stats: bool, bias: Tensor | None = None
+    ) -> Output:
         return _output(_nhwc_like(x), with_stats)
 
 

@@ -256,6 +256,8 @@ def launch_others(dtype: torch.dtype) -> None:
                 kernels.norm_input_gradient(gradient, activated)
         kernels.residual_add_forward(x, x, True)
         kernels.residual_add_forward(x, x, False)
+        bias = torch.empty(channels, dtype=dtype, device="meta")
+        kernels.residual_add_forward(x, x, False, bias)
     launch_rare_convs(dtype)
 
 

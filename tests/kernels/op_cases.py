@@ -121,6 +121,9 @@ OPS = {
     "residual_add_forward without statistics": lambda k, given: k.residual_add_forward(
         given.x, given.dy, False
     ),
+    "residual_add_forward with bias": lambda k, given: k.residual_add_forward(
+        given.x, given.dy, False, given.y[0, :, 0, 0].clone()
+    ),
 }
 NORM_OPS = [op for op in OPS if op.startswith("norm")]
 

@@ -30,8 +30,10 @@ class ReferenceKernels(UnitKernels):
     def _unit_refusal(self, unit: Unit) -> str:
         return "backend: the reference has no fused convolution"
 
-    def residual_add_forward(self, x: Tensor, branch: Tensor, with_stats: bool) -> Output:
-        y = x + branch
+    def residual_add_forward(
+        self, x: Tensor, branch: Tensor, with_stats: bool, bias: Tensor | None = None
+    ) -> Output:
+        y = x + (branch if bias is None else branch + bias.view(-1, 1, 1))
         return Output(y, bn_stats(y) if with_stats else None)
 
 

@@ -57,6 +57,8 @@ _ACTIVATIONS = ("relu", "leaky_relu", "identity")  # others are bound by instruc
 class TritonKernels(UnitKernels, BlockKernels):
     """The functions of this package."""
 
+    adds_bias = True
+
     bn_stats = staticmethod(bn_stats)
     group_stats = staticmethod(group_stats)
     norm_act_forward = staticmethod(norm_act_forward)
