@@ -192,10 +192,15 @@ class NormArguments(_Arguments):
             mean, var = self.running_mean.clone(), self.running_var.clone()
         return self._replace(running_mean=mean, running_var=var)
 
-    def statistics(self, kernels: Kernels, x: Tensor) -> tuple[Statistics, InvCount | None]:
-        """The statistics for `x`, dense NHWC, and their fixed `inv_count` (see `inv_count_of`)."""
+    def statistics(
+        self, kernels: Kernels, x: Tensor, x_bias: Tensor | None = None
+    ) -> tuple[Statistics, InvCount | None]:
+        """The statistics for `x`, dense NHWC, and their fixed `inv_count` (see `inv_count_of`).
+
+        For `x_bias` see `Kernels.group_stats`; only for norms with groups.
+        """
         if self.groups is not None:
-            return kernels.group_stats(x, self.groups), None
+            return kernels.group_stats(x, self.groups, x_bias), None
         if self.training:
             return batch_statistics(kernels, x, self.process_group)
         assert self.running_mean is not None and self.running_var is not None  # by `check`

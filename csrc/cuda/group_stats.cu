@@ -12,14 +12,16 @@ struct GroupStatsParams {
   ImageRows images;
   const T* x;
   int groups, group_channels;
-  int lanes;        // threads that merge a group; a power of two
-  GridSums memory;  // [2 * parts + 2][channels] per image: sums, means, variances
-  float* mean;      // [images, channels]
-  float* var;       // [images, channels]
+  int lanes;          // threads that merge a group; a power of two
+  GridSums memory;    // [2 * parts + 2][channels] per image: sums, means, variances
+  float* mean;        // [images, channels]
+  float* var;         // [images, channels]
+  const float* bias;  // [channels], or null
 };
 
 // The channels of a group, whose means and variances are `means` and `variances`, become one:
 // var = sum(var_c + d_c^2) / n - (sum(d_c) / n)^2 for d_c = mean_c - mean of the first channel.
+// With a bias, these are the statistics of x + bias, and the bias is subtracted from the mean.
 template <class T>
 __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means,
                                const double* variances, int64_t image) {
@@ -29,14 +31,15 @@ __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means
   const double* sums =
       reinterpret_cast<const double*>(dynamic_shared());  // left by sum_over_thread_block
   const double inv_channels = 1.0 / p.group_channels;
+  const auto bias = [&](int c) { return p.bias == nullptr ? 0.0 : double(p.bias[c]); };
   for (int begin = 0; begin < p.groups; begin += threads.columns) {
     const int group = begin + column, first = group * p.group_channels;
     double values[2] = {}, pivot = 0;
     if (group < p.groups) {
-      pivot = __ldcg(means + first);
+      pivot = __ldcg(means + first) + bias(first);
       if (!isfinite(pivot)) pivot = 0;
       for (int c = first + lane; c < first + p.group_channels; c += p.lanes) {
-        const double d = __ldcg(means + c) - pivot;
+        const double d = __ldcg(means + c) + bias(c) - pivot;
         values[0] += d;
         values[1] += __ldcg(variances + c) + d * d;
       }
@@ -48,7 +51,7 @@ __device__ void merge_channels(const GroupStatsParams<T>& p, const double* means
     float* to_mean = p.mean + image * p.images.rows.channels;
     float* to_var = p.var + image * p.images.rows.channels;
     for (int c = first + lane; c < first + p.group_channels; c += p.lanes) {
-      to_mean[c] = static_cast<float>(pivot + d);
+      to_mean[c] = static_cast<float>(pivot + d - bias(c));
       to_var[c] = static_cast<float>(var < 0 ? 0 : var);  // NaN stays NaN
     }
   }
@@ -102,9 +105,11 @@ __global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
 
 using namespace cuda;
 
+namespace {
+
 // A thread block owns some channels of one image, in a grid-stride loop over its tiles of pixels.
-void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
-                        const Statistics& of_x) {
+void launch_group_stats_of(const ImageSizes& size, const Tensor& x, int64_t groups,
+                           const float* bias, const Statistics& of_x) {
   const OnDeviceOf on(x);
   for_dtype(x, [&](auto value) {
     using T = decltype(value);
@@ -120,7 +125,8 @@ void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
                                  size.channels, on.stream);
       GroupStatsParams<T> params{
           {},    from,        static_cast<int>(groups),       group_channels,
-          lanes, memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var)};
+          lanes, memory.sums, mutable_data<float>(of_x.mean), mutable_data<float>(of_x.var),
+          bias};
       grid.for_each_launch([&](const ImageRows& images, dim3 thread_blocks) {
         params.images = images;
         launch("group_stats", group_stats_kernel<T, kWidth>, thread_blocks, kThreads,
@@ -129,6 +135,26 @@ void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
     };
     with_width<T>(launch_with, size.channels, from);
   });
+}
+
+}  // namespace
+
+void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
+                        const Statistics& of_x) {
+  launch_group_stats_of(size, x, groups, nullptr, of_x);
+}
+
+// `Kernels.group_stats` with a bias.
+std::tuple<Tensor, Tensor> group_stats_with_bias(const Tensor& x, int64_t groups,
+                                                 const Tensor& bias) {
+  const ImageSizes size = check_images("x", x);
+  PK_CHECK(groups > 0 && size.channels % groups == 0, "groups: expected a divisor of the channels ",
+           size.channels, ", got ", groups);
+  check_statistics("bias", bias, x);
+  check_shape("bias", bias, {size.channels});
+  const Statistics statistics = new_image_statistics(x, size);
+  launch_group_stats_of(size, x, groups, data<float>(bias), statistics);
+  return {statistics.mean, statistics.var};
 }
 
 }  // namespace preact_kernels

@@ -21,6 +21,8 @@ extern "C" __attribute__((visibility("default"))) const char* preact_kernels_cud
 
 namespace preact_kernels {
 bool norm_act_conv_is_served(const Tensor& conv_weight, bool float32_stream);  // norm_act_conv.cu
+std::tuple<Tensor, Tensor> group_stats_with_bias(const Tensor& x, int64_t groups,
+                                                 const Tensor& bias);  // group_stats.cu
 // running_stats.cu
 void norm_buffers_update(const Tensor& running_mean, const Tensor& running_var, const Tensor& mean,
                          const Tensor& var, double momentum, double factor,
@@ -53,6 +55,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
   m.def(
       "norm_buffers_update(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor mean, "
       "Tensor var, float momentum, float factor, Tensor(c!)? count) -> ()");
+  m.def("group_stats_with_bias(Tensor x, int groups, Tensor bias) -> (Tensor, Tensor)");
   m.def("pool_sums(Tensor sums, Tensor weight, int groups) -> (Tensor, Tensor)");
   m.def("norm_act_conv_is_served(Tensor conv_weight, bool float32_stream) -> bool");
   m.def(
@@ -68,6 +71,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cuda, m) {
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cuda, CompositeExplicitAutograd, m) {
   implement_ops(m);
   m.impl("norm_buffers_update", TORCH_BOX(&norm_buffers_update));
+  m.impl("group_stats_with_bias", TORCH_BOX(&group_stats_with_bias));
   m.impl("pool_sums", TORCH_BOX(&pool_sums));
   m.impl("norm_act_conv_is_served", TORCH_BOX(&norm_act_conv_is_served));
   m.impl("resident_run_is_served", TORCH_BOX(&resident_run_is_served));

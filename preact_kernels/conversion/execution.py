@@ -38,6 +38,7 @@ from preact_kernels.kernels import layout
 from preact_kernels.kernels.pytorch_conv import may_be_wrong_in_nhwc
 from preact_kernels.norms import GroupNorm, NormArguments
 from preact_kernels.ops import dispatch
+from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.node import FirstRun, run_unit
 from preact_kernels.ops.preact_stage import preact_stage
@@ -144,6 +145,7 @@ class _Execution:
         self._saves_output = False  # whether the last step may have saved its result
         self._in_nhwc = _runs_in_nhwc(nodes, [s for s in steps if s.name])
         self._saved = {s.inputs[0] for s in steps if s.name}  # inputs that fused operations save
+        self._biases: dict[Node | Tensor, Tensor] = {}  # of convolutions, which the next norm adds
         # The backward of a custom autograd function may compute nodes again, from values that
         # PyTorch's operators would save.
         self._is_in_function = region.is_in_function()
@@ -181,7 +183,8 @@ class _Execution:
                 del y
         except BaseException:
             for node, value in self._values.items():  # for a later attempt
-                node.value = value
+                bias = self._biases.get(node)
+                node.value = value if bias is None else layout.with_bias(value, bias.detach())
             raise
 
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
@@ -229,7 +232,18 @@ class _Execution:
         if not step.blocks:
             x, *residual = inputs
             given, in_nhwc = step.units[0].arguments(x), self._is_nhwc_result(step)
-            return run_unit(x, given, *residual, channels_last=in_nhwc, first=first)
+            bias = self._bias_for_next_norm(step, x, given)
+            if bias is not None:
+                self._biases[step.end] = bias
+            return run_unit(
+                x,
+                given,
+                *residual,
+                channels_last=in_nhwc,
+                first=first,
+                x_bias=self._biases.get(step.inputs[0]),
+                omits_bias=bias is not None,
+            )
         start = step.nodes[0]
         module = _module(start)
         if self._region.run_stage is not None:
@@ -237,6 +251,28 @@ class _Execution:
         name = user_modules.memory_of(module, start.memory)
         self._saves_output = name != "store"
         return preact_stage(step.blocks, inputs[0], step.end.dtype, MemoryMode(name))
+
+    def _bias_for_next_norm(self, step: Match, x: Tensor, given: UnitArguments) -> Tensor | None:
+        """Returns a convolution's bias if only a group norm of another unit reads its result.
+
+        The norm then adds the bias to the statistics alone, where PyTorch's convolution would add
+        it in a kernel of its own.
+        """
+        end, conv = step.end, given.conv
+        if conv is None or conv.bias is None or isinstance(conv.padding, str) or not x.numel():
+            return None
+        if len(step.inputs) > 1 or self._is_in_function or self._is_read_outside(end):
+            return None
+        readers = [s for s in self._steps if end in s.inputs]
+        if len(readers) > 1 or self._reads[end] > 1 or 0 in end.shape:
+            return None
+        (reader,) = readers
+        if not reader.name or reader.blocks or reader.inputs[0] is not end:
+            return None
+        if not isinstance(reader.units[0].norm.settings.norm, GroupNorm):
+            return None
+        like = torch.empty(1, dtype=end.dtype, device=end.context.device)
+        return conv.bias if dispatch.kernels_for(like).adds_bias else None
 
     def _is_nhwc_result(self, step: Match) -> bool:
         """Whether a unit writes its result in NHWC.

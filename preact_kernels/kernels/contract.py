@@ -292,6 +292,9 @@ class Kernels(Protocol):
     # Whether statistics, `norm_act_forward`, `norm_act_backward` and `norm_input_gradient` also
     # take tensors in NCHW order, and return results in the same order.
     serves_planes: bool = False
+    # Whether to give a convolution's bias to the residual addition, or to `group_stats` of the next
+    # norm: on a GPU, PyTorch's convolution adds it in a kernel of its own.
+    adds_bias: bool = False
     # Whether all but `norm_act_conv_*` and `running_stats_update` check their arguments.
     checks_arguments: bool = False
 
@@ -335,8 +338,11 @@ class Kernels(Protocol):
             torch_compat.foreach_add_(list(counts), 1)
 
     @abstractmethod
-    def group_stats(self, x: Tensor, groups: int) -> Statistics:
+    def group_stats(self, x: Tensor, groups: int, bias: Tensor | None = None) -> Statistics:
         """Mean and variance of each image and group of `C / groups` channels.
+
+        With a `bias` `[C]` in the statistics dtype, those of `x + bias`, and the bias is subtracted
+        from the mean: a norm with these statistics normalises `x` as `x + bias`.
 
         Returns:
             `[N, C]` each, equal for the channels of a group. The mean of a constant group is its

@@ -23,6 +23,7 @@ from preact_kernels.kernels.contract import (
     Gradients,
     Inputs,
     Output,
+    Statistics,
     Unit,
     Wanted,
 )
@@ -65,6 +66,11 @@ class CUDAKernels(NativeKernels):
     """The compiled CUDA library."""
 
     adds_bias = True
+
+    def group_stats(self, x: Tensor, groups: int, bias: Tensor | None = None) -> Statistics:
+        if bias is None:
+            return super().group_stats(x, groups)
+        return Statistics(*self._ops.group_stats_with_bias.default(x, groups, bias))
 
     def norm_buffers_update(
         self,

@@ -36,6 +36,11 @@ def is_nhwc(t: Tensor) -> bool:
     return is_channels_last(t.unsqueeze(2) if t.dim() == 3 else t)
 
 
+def with_bias(t: Tensor, bias: Tensor) -> Tensor:
+    """`t + bias` in the dtype of `t`, for `bias` `[C]`."""
+    return t + bias.to(t.dtype).view(-1, *[1] * (t.dim() - 2))
+
+
 def nhwc(t: Tensor) -> Tensor:
     """`t` dense in NHWC (or NDHWC) order; `t` itself if it is already."""
     return t.contiguous(memory_format=CHANNELS_LAST[t.dim()])

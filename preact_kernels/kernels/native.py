@@ -77,8 +77,11 @@ class FlatOps(UnitKernels):
     def bn_stats(self, x: Tensor) -> Statistics:
         return Statistics(*self._ops.bn_stats.default(x))
 
-    def group_stats(self, x: Tensor, groups: int) -> Statistics:
-        return Statistics(*self._ops.group_stats.default(x, groups))
+    def group_stats(self, x: Tensor, groups: int, bias: Tensor | None = None) -> Statistics:
+        if bias is None:
+            return Statistics(*self._ops.group_stats.default(x, groups))
+        mean, var = self.group_stats(x + bias.to(x.dtype).view(-1, 1, 1), groups)
+        return Statistics(mean - bias, var)
 
     def norm_act_forward(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         return self._ops.norm_act_forward.default(x, *norm, residual)

@@ -63,13 +63,7 @@ class UnitKernels(Kernels):
 
     `_fused_forward` and `_fused_backward` run units that `refusal` does not refuse, on images,
     without dropout.
-
-    Attributes:
-        adds_bias: whether the residual addition adds a convolution's bias: on a GPU, PyTorch adds
-            it in a kernel of its own.
     """
-
-    adds_bias: bool = False
 
     def refusal(self, unit: Unit, pixels: int | None = None) -> str:
         try:

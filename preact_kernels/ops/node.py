@@ -24,6 +24,7 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
     samples_of,
+    statistics_dtype,
 )
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.norms import NormArguments
@@ -47,6 +48,8 @@ class UnitCall(NamedTuple):
     channels_last: bool  # memory format of the result
     planar: bool = False  # x is in NCHW order
     keep_factor: float = 1.0  # scale of the elements that dropout keeps
+    omits_bias: bool = False  # the next norm adds the convolution's bias
+    is_shifted: bool = False  # the mean is relative to a bias of x: see `Kernels.group_stats`
 
     def image(self, t: Tensor) -> Tensor:
         """Converts `t` to `[N, C, H, W]` in the order that the kernels take."""
@@ -90,7 +93,7 @@ class UnitCall(NamedTuple):
             y = self.kernels.norm_act_forward(self.image(x), norm, *added)
             return layout.from_image(y, layout.shape_of(x, self.dims), self.channels_last).detach()
         inputs = Inputs(x, norm, self.image_weight(conv_weight))
-        epilogue = Epilogue(conv_bias, residual)
+        epilogue = Epilogue(None if self.omits_bias else conv_bias, residual)
         y = self.kernels.norm_act_conv_forward(self.unit, inputs, epilogue, self.mask(bits)).y
         y = y.squeeze(2) if self.dims == 3 else y
         return layout.restored(y, self.channels_last).detach()
@@ -200,8 +203,10 @@ def _plain_backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequen
 
     def forward(x, weight, bias, conv_weight, conv_bias):
         kernel = None if conv_weight is None else call.image_weight(conv_weight)
-        norm = call.norm(weight, bias, mean, var)
-        y = differentiable_unit(unit, call.upcast(x), norm, kernel, conv_bias, call.mask(bits))
+        norm, x = call.norm(weight, bias, mean, var), call.upcast(x)
+        if call.is_shifted:  # a group norm of x + bias, whatever is added to a group
+            x = (x - mean.view(*mean.shape, *[1] * (x.dim() - 2))).to(x.dtype)
+        y = differentiable_unit(unit, x, norm, kernel, conv_bias, call.mask(bits))
         return y if has_conv or call.dims > 3 else y.reshape(dy.shape)
 
     if has_conv:
@@ -381,6 +386,8 @@ def run_unit(
     dims: int | None = None,
     channels_last: bool | None = None,
     first: FirstRun | None = None,
+    x_bias: Tensor | None = None,
+    omits_bias: bool = False,
 ) -> Tensor:
     """A unit on the kernels of the selected backend; updates running statistics.
 
@@ -393,15 +400,19 @@ def run_unit(
         dims: dimensions that x must have; None: 3 to 5, or 2 to 5 without a convolution.
         channels_last: memory format of the result; None: PyTorch's.
         first: records this run, so that a backward may repeat it.
+        x_bias: the norm, with groups, is of `x + x_bias`, `[C]`. Gets no gradient here.
+        omits_bias: do not add the convolution's bias: the unit that reads the result does, as
+            `x_bias`. The bias gets its gradient here. There is no residual.
     """
     checked = checked_unit(x, given, residual, prefix, dims, channels_last)
     if given.scale_shift is not NO_SCALE_SHIFT:
         x = given.scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
     if given.conv is None:
-        y, statistics, fixed = _activated(kernels, x, given, checked, first, residual)
+        y, statistics, fixed = _activated(kernels, x, given, checked, first, residual, x_bias)
     else:
-        y, statistics, fixed = _convolved(kernels, x, given, checked, residual, first)
+        flags = x_bias, omits_bias
+        y, statistics, fixed = _convolved(kernels, x, given, checked, residual, first, *flags)
     given.norm.update(kernels, x, statistics, fixed)  # last: out of memory changes no buffers
     return y
 
@@ -417,6 +428,7 @@ def _activated(
     checked: CheckedUnit,
     first: FirstRun | None,
     residual: Tensor | None = None,
+    x_bias: Tensor | None = None,
 ) -> _Result:
     """A unit without its convolution; `residual` is added before the activation."""
     norm, _, _, scale_shift, *_ = given
@@ -432,8 +444,9 @@ def _activated(
     weight, bias = norm.affine(wide, x.shape[1])
     if scale_shift is not NO_SCALE_SHIFT:
         weight, bias = scale_shift.of(weight, bias)
-    call = UnitCall(kernels, unit, None, dims, channels_last, planar)
-    statistics, fixed = _statistics(norm, kernels, call.image(wide), first)
+    is_shifted = x_bias is not None
+    call = UnitCall(kernels, unit, None, dims, channels_last, planar, is_shifted=is_shifted)
+    statistics, fixed = _statistics(norm, kernels, call.image(wide), first, x_bias)
     call = call if fixed is None else call._replace(fixed_inv_count=inv_count_of_sums(fixed))
     upcast = () if x.dtype == unit.dtype else (wide,)
     tensors = x, weight, bias, *statistics
@@ -446,9 +459,15 @@ def _activated(
 
 
 def _statistics(
-    norm: NormArguments, kernels: Kernels, x: Tensor, first: FirstRun | None
+    norm: NormArguments,
+    kernels: Kernels,
+    x: Tensor,
+    first: FirstRun | None,
+    x_bias: Tensor | None,
 ) -> tuple[Statistics, InvCount | None]:
-    statistics, fixed = norm.statistics(kernels, x)
+    if x_bias is not None:
+        x_bias = x_bias.detach().to(statistics_dtype(x.dtype)).contiguous()
+    statistics, fixed = norm.statistics(kernels, x, x_bias)
     if first is not None and not norm.training and norm.groups is None:
         # A copy, as running statistics may change.
         statistics = Statistics(*[t.clone() for t in statistics])
@@ -466,6 +485,8 @@ def _convolved(
     checked: CheckedUnit,
     residual: Tensor | None,
     first: FirstRun | None,
+    x_bias: Tensor | None,
+    omits_bias: bool,
 ) -> _Result:
     """A unit with a convolution."""
     norm, _, conv, scale_shift, dropout, mask = given
@@ -480,7 +501,8 @@ def _convolved(
         like = x.to(unit_without_conv(x, given).unit.dtype)
         mask = drawn(kernels, x.shape, like, norm.is_channels_last(x), dropout)
     if not has_kernels:
-        a, statistics, fixed = _activated(kernels, x, given, checked, first)
+        assert not omits_bias
+        a, statistics, fixed = _activated(kernels, x, given, checked, first, x_bias=x_bias)
         if mask is not None:
             a = a * mask.noise(a)
         y = convolve(a.to(dtype), conv.weight.to(dtype), conv_bias, *conv[2:])
@@ -502,12 +524,13 @@ def _convolved(
     bits, factor = (None, 1.0) if mask is None else mask
     image = x.detach()
     image = image if dims < 5 else layout.as_image(image)
-    statistics, fixed = _statistics(norm, kernels, image, first)
+    statistics, fixed = _statistics(norm, kernels, image, first, x_bias)
     parameters = norm.affine(x, x.shape[1])
     if scale_shift is not NO_SCALE_SHIFT:
         parameters = scale_shift.of(*parameters)
     inv_count = inv_count_of_sums(fixed)
-    call = UnitCall(kernels, unit, inv_count, dims, channels_last, False, factor)
+    of_biases = omits_bias, x_bias is not None
+    call = UnitCall(kernels, unit, inv_count, dims, channels_last, False, factor, *of_biases)
     weights = conv_weight, conv_bias, residual
     y = _apply(first, UnitFunction, call, x, *parameters, *statistics, *weights, bits)
     return y if added_last is None else y + added_last, statistics, fixed

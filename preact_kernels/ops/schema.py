@@ -223,7 +223,7 @@ class FakeKernels(Kernels):
     def bn_stats(self, x: Tensor) -> Statistics:
         return _statistics_like(x)
 
-    def group_stats(self, x: Tensor, groups: int) -> Statistics:
+    def group_stats(self, x: Tensor, groups: int, bias: Tensor | None = None) -> Statistics:
         return _statistics_like(x, x.shape[0])
 
     def running_stats_update(

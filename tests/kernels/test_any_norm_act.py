@@ -216,6 +216,27 @@ def test_group_stats_equal_their_specification(shape, groups, dtype, offset, bac
     assert_same_bits({n: t[-1:] for n, t in found.items()}, alone)
 
 
+@pytest.mark.parametrize(("shape", "groups", "dtype", "offset"), GROUP_CASES, ids=str)
+def test_group_stats_with_a_bias_normalise_without_it(shape, groups, dtype, offset, backend):
+    x, bias = random_images(shape, dtype, offset), torch.randn(shape[1]) * 3
+    of_x = {t: x.to(t) for t in (dtype, torch.float64)}
+
+    def normalised(statistics):
+        mean, var = (t.double().view(*shape[:2], 1, 1) for t in statistics)
+        return {"xhat": (of_x[torch.float64] - mean) * torch.rsqrt(var + 1e-3)}
+
+    found = normalised(kernels().group_stats(x, groups, bias))
+    truth = normalised(reference.group_stats(of_x[torch.float64], groups, bias.double()))
+    eager = normalised(reference.group_stats(of_x[dtype], groups, bias))
+    errors = {"xhat": float((eager["xhat"] - truth["xhat"]).norm())}
+    if backend == "cpu":  # adds the bias in the dtype of x
+        errors["xhat"] += unit_roundoff(dtype) * float(truth["xhat"].norm() + bias.norm()) * 10
+    assert_within_budget({"xhat": found["xhat"].float()}, truth, errors)
+    bias[-1] = NAN
+    nans = kernels().group_stats(x, groups, bias).mean.isnan()
+    assert torch.equal(nans, reference.group_stats(x, groups, bias).mean.isnan())
+
+
 def test_a_large_mean_and_an_outlier_cost_no_accuracy(backend):
     x = random_images((2, 8, 64, 64), torch.float32)
     x[0] += 1000

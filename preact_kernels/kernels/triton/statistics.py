@@ -97,6 +97,7 @@ def merge_moments_kernel(
     moments,
     mean,
     var,
+    bias,
     pixels,
     program_pixels,
     programs,
@@ -110,12 +111,18 @@ def merge_moments_kernel(
     `moments` is `[images, programs, 3, channels]`; each program has `program_pixels` pixels, the
     last one the rest of `pixels`. Merges by the formula of Chan, Golub and LeVeque (1979), in
     float64, with means relative to the first. Grid: images * groups.
+
+    If `bias` is given, these are the statistics of x + bias, and the bias is subtracted from the
+    mean.
     """
     wait_for_predecessors()
     groups = channels // size
     image, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     moments += image.to(tl.int64) * programs * (3 * channels) + group * size
     near = tl.load(moments).to(tl.float64) + tl.load(moments + channels).to(tl.float64)
+    if bias is not None:
+        bias += group * size
+        near += tl.load(bias).to(tl.float64)
     total = tl.zeros([TILE], tl.float64)
     squares = tl.zeros([TILE], tl.float64)
     for begin in tl.range(0, programs * size, TILE, num_stages=STAGES):
@@ -126,6 +133,8 @@ def merge_moments_kernel(
         count = tl.minimum(pixels - program * program_pixels, program_pixels).to(tl.float64)
         delta = tl.load(at, mask=mask, other=0.0).to(tl.float64) - near
         delta += tl.load(at + channels, mask=mask, other=0.0).to(tl.float64)
+        if bias is not None:
+            delta += tl.load(bias + index % size, mask=mask, other=0.0).to(tl.float64)
         m2 = tl.load(at + 2 * channels, mask=mask, other=0.0).to(tl.float64)
         total += tl.where(mask, count * delta, 0.0)
         squares += tl.where(mask, m2 + count * delta * delta, 0.0)
@@ -137,17 +146,25 @@ def merge_moments_kernel(
     for begin in range(0, size, TILE):
         index = begin + tl.arange(0, TILE)
         zeros = tl.zeros([TILE], tl.float32)
-        tl.store(mean + row + index, zeros + (near + shift).to(tl.float32), mask=index < size)
+        of_channel = tl.zeros([TILE], tl.float64) + (near + shift)
+        if bias is not None:
+            of_channel -= tl.load(bias + index, mask=index < size, other=0.0).to(tl.float64)
+        tl.store(mean + row + index, of_channel.to(tl.float32), mask=index < size)
         tl.store(var + row + index, zeros + variance.to(tl.float32), mask=index < size)
 
 
 def launch_statistics(
-    x: Tensor, groups: int | None, branch: Tensor | None = None, y: Tensor | None = None
+    x: Tensor,
+    groups: int | None,
+    branch: Tensor | None = None,
+    y: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Statistics:
     """Statistics `[images, channels]` of groups of channels; of each channel of the batch if None.
 
-    If `branch` is given, those of y = x + branch, which is stored. A program owns some tiles of a
-    few channels; in the second launch, a group of an image.
+    If `branch` is given, those of y = x + branch, which is stored. For `bias` see
+    `Kernels.group_stats`. A program owns some tiles of a few channels; in the second launch, a
+    group of an image.
     """
     launch, tiles = reducing_launch(x, groups is not None)
     images, channels, programs = launch.images, launch.channels, launch.programs
@@ -168,16 +185,16 @@ def launch_statistics(
         launch_kernel(
             merge_moments_kernel,
             (images * (channels // size), 1, 1),
-            (moments, mean, var, launch.pixels, program_pixels, programs, channels, size),
+            (moments, mean, var, bias, launch.pixels, program_pixels, programs, channels, size),
             {"TILE": tile, "STAGES": merge_stages(programs * size, tile)},
             max(1, tile // 256),
         )
     return Statistics(mean, var)
 
 
-def group_stats(x: Tensor, groups: int) -> Statistics:
+def group_stats(x: Tensor, groups: int, bias: Tensor | None = None) -> Statistics:
     """See `Kernels.group_stats`."""
-    return launch_statistics(x, groups)
+    return launch_statistics(x, groups, bias=bias)
 
 
 def bn_stats(x: Tensor) -> Statistics:
