@@ -136,6 +136,8 @@ class Recorder(TorchDispatchMode):
             result = [t if t is None else torch.empty_like(t) for t in like]
         else:
             result = function(*args, **kwargs or {})
+        if not isinstance(result, Tensor | tuple | list | None):  # no launch
+            return result
         reads = not (name.startswith("aten::new_") or name.endswith("_like"))  # its arguments
         given = (args, kwargs) if reads else ()
         self.add(Launch(name, "", 0, 0, False, 0), sizes((given, result)))

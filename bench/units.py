@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import preact_kernels as pk
 from bench import dry_run, launches, measure, records
@@ -42,6 +43,27 @@ def _conv(norm: Callable, activation: str, kernel: int, **options) -> Callable[[
     return build
 
 
+class _ResidualBlock(nn.Module):
+    """`x + conv(silu(norm(conv(silu(norm(x))))))`, as in a VAE: biases, and group norms."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(map(_group_norm, [channels] * 2))
+        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            h = conv(F.silu(norm(h)))
+        return x + h
+
+
+def _converted_block(channels: int) -> nn.Module:
+    block = _ResidualBlock(channels)
+    block.convs.bfloat16()
+    return pk.convert(block)
+
+
 def _group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(32, channels)
 
@@ -57,6 +79,7 @@ CASES = (
         _conv(nn.BatchNorm2d, "relu", 3, bias=False),
         True,
     ),
+    UnitCase("two GN-SiLU-Conv3 + residual, converted", (8, 128, 256, 256), _converted_block),
     UnitCase("BN-ReLU", (128, 512, 28, 28), lambda c: pk.NormAct(nn.BatchNorm2d(c), "relu")),
 )
 

@@ -388,9 +388,11 @@ class StageBackward:
             needs_weight, needs_bias, needs_conv_weight = self.needed.parameters[i]
             needs_g = i > first or needs_input or needs_weight or needs_bias
             needs_dy = i == end - 1 and block.is_residual and dy.step is not None
-            wanted = Wanted(needs_g, needs_conv_weight, needs_dy)
+            # PyTorch's convolution of the unit before takes the whole gradient.
+            is_whole = i > first and self._runs_pytorch(i - 1, inputs[i - 1 - begin])
+            wanted = Wanted(needs_g, needs_conv_weight, needs_dy, activated=is_whole)
             unit_inputs = Inputs(h, norm, stage.values.parameters[i].conv_weight)
-            g, sums, dconv_weight, whole, _ = kernels.norm_act_conv_backward(
+            g, sums, dconv_weight, whole, activated = kernels.norm_act_conv_backward(
                 unit, dy, unit_inputs, wanted
             )
             if whole is not None:
@@ -416,7 +418,14 @@ class StageBackward:
                 skip = block_dy if passes_on else None
                 inv_count = inv_count_of(h, stage.fixed_inv_counts[i])
                 dy = Gradient(g, AffineStep(skip, h, norm, sums, inv_count))
+                if activated:
+                    dy = Gradient(kernels.norm_input_gradient(dy, activated=True))
         return inputs[0], dy
+
+    def _runs_pytorch(self, unit: int, x: Tensor) -> bool:
+        """Whether PyTorch's convolution runs in a unit with this input."""
+        pixels = x.numel() // x.shape[1]
+        return bool(self.stage.kernels.refusal(self.stage.units[unit], pixels))
 
     def _set_gradients(self, unit: int, conv_weight: Tensor | None, sums: Tensor | None) -> None:
         dbn_bias, dbn_weight = (None, None) if sums is None else sums.unbind()
