@@ -35,12 +35,30 @@ from preact_kernels.kernels.pytorch_conv import (
 )
 from preact_kernels.kernels.running_stats import is_one_norm, scaled
 
-# Most pixels of a batch for which a convolution is fused, by kernel height and output channels; no
-# limit without an entry. Beyond it, PyTorch's convolution follows a fused batch norm and ReLU.
-# Estimated, not measured: a 3x3 kernel of 64 channels takes 3,070 cycles of a multiprocessor for 64
-# pixels (0.21 ns per pixel on an H200); PyTorch's convolution moves 640 bytes per pixel (0.15 ns)
-# and takes two launches.
-MOST_PIXELS = {(3, 64): 2**16}
+# Most pixels of a batch for which a convolution is fused, by kernel height, input and output
+# channels. Beyond it, PyTorch's convolution follows a fused batch norm and ReLU, which takes two
+# more launches, 2 us. Estimated, not measured, for an H200:
+# - A 3x3 kernel of 64 channels takes 3,070 cycles of a multiprocessor for 64 pixels (0.21 ns per
+#   pixel); PyTorch's convolution moves 640 bytes per pixel (0.15 ns).
+# - The 1x1 kernels take 823, 804 and 920 instructions a warp for 128, 64 and 32 pixels
+#   (bench/instructions.py): 0.12, 0.24 and 0.54 ns per pixel at 0.46 instructions a cycle of a
+#   scheduler, as in a measurement of 64 to 256 channels. PyTorch's convolution moves 224, 448 and
+#   896 bytes per pixel: 0.11, 0.22 and 0.44 ns at half of copy bandwidth.
+MOST_PIXELS = {(3, 64, 64): 2**16, (1, 16, 64): 2**17, (1, 32, 128): 2**16, (1, 64, 256): 2**14}
+
+
+def _most_pixels(side: int, in_channels: int, out_channels: int) -> int | None:
+    """The entry of `MOST_PIXELS`, or an estimate for other 1x1 kernels; None: no limit.
+
+    Those take 1,300 instructions a warp for 8,192 numbers of the input or output, 3 ps for each
+    number of the larger. PyTorch's convolution takes 1 ps for each of 3 * in + out numbers.
+    """
+    found = MOST_PIXELS.get((side, in_channels, out_channels))
+    if found is not None or side != 1 or 4 * in_channels == out_channels:
+        return found
+    excess_ps = 3 * max(in_channels, out_channels) - (3 * in_channels + out_channels)
+    return 2_000_000 // excess_ps if excess_ps > 0 else None
+
 
 # Whether runs of bottlenecks use the kernels in csrc/cuda/resident_image.cuh, which take few
 # launches. Off until they have been measured on a GPU.
@@ -96,7 +114,7 @@ class CUDAKernels(NativeKernels):
         """See `UnitKernels`.
 
         The fused convolutions serve 1x1 with 16, 32, ... 256 channels and 3x3 with 16, 32 or 64
-        (float32: 16 or 32), stride 1, if the GPU has enough shared memory and `MOST_PIXELS` allows
+        (float32: 16 or 32), stride 1, if the GPU has enough shared memory and `_most_pixels` allows
         it. They use TF32 for float32, so they serve it only if PyTorch may use TF32. With products
         in half precision, weights may be float32, and so may one of x and y, which takes more
         shared memory.
@@ -119,7 +137,8 @@ class CUDAKernels(NativeKernels):
 
     def _call_refusal(self, unit: Unit, pixels: int | None) -> str:
         if pixels is not None:
-            most = MOST_PIXELS.get((unit.weight_shape[2], unit.weight_shape[0]))
+            out_channels, in_channels, side = unit.weight_shape[:3]
+            most = _most_pixels(side, in_channels, out_channels)
             if most is not None and pixels > most:
                 return unserved("x", f"up to {most} pixels of a batch", pixels)
         if unit.dtype == torch.float32 and not _may_round_to_tf32():

@@ -164,7 +164,7 @@ def test_statistics_of_what_is_not_finite_are_those_of_pytorch(values):
 @pytest.mark.parametrize("case", [Case(3, 7, 5, 16, 64, 1), Case(3, 7, 5, 64, 64, 3)], ids=str)
 def test_images_at_the_end_of_a_batch_do_not_depend_on_its_size(case, monkeypatch):
     """On a GPU behind 2^31 elements."""
-    monkeypatch.setattr(cuda, "MOST_PIXELS", {})  # else PyTorch's convolution runs
+    monkeypatch.setattr(cuda, "_most_pixels", lambda *_: None)  # else PyTorch's convolution runs
     if not IS_CUDA_ON_HOST:
         if torch.cuda.mem_get_info()[0] < 48 * 2**30:
             pytest.skip("needs 48 GiB of GPU memory")
@@ -276,7 +276,7 @@ def test_fake_tensors_are_served_as_others():
 
 
 def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(monkeypatch):
-    monkeypatch.setattr(cuda, "MOST_PIXELS", {(3, 16): 2 * 7 * 6})
+    monkeypatch.setattr(cuda, "MOST_PIXELS", {(3, 16, 16): 2 * 7 * 6})
     found = [is_served((16, 16, 3, 3), torch.bfloat16, pixels) for pixels in (84, 85, None)]
     assert found == [True, False, True]
     assert is_served((32, 32, 3, 3), torch.bfloat16, 10**6)
@@ -288,6 +288,17 @@ def test_large_images_are_left_to_pytorch_where_that_is_estimated_to_be_faster(m
             calls = recorded_calls(kernels(), "block_run_forward", patch)
             evaluate(stage, {"x": x})
         assert bool(calls) == is_fused
+
+
+def test_convolutions_are_fused_up_to_as_many_pixels_as_the_stages_of_a_resnet_have():
+    for inner, pixels in ((16, 2**17), (32, 2**15), (64, 2**13)):
+        for shape in ((inner, 4 * inner, 1, 1), (4 * inner, inner, 1, 1), (inner, inner, 3, 3)):
+            assert is_served(shape, torch.bfloat16, pixels)
+    large = 128 * 56 * 56
+    assert is_served((64, 256, 1, 1), torch.bfloat16, large)
+    assert is_served((128, 128, 1, 1), torch.bfloat16, large)
+    for shape in ((256, 64, 1, 1), (128, 64, 1, 1)):
+        assert not is_served(shape, torch.bfloat16, large)
 
 
 def test_float32_is_served_only_where_tf32_is_allowed(monkeypatch):
