@@ -36,7 +36,7 @@ if serve_cpu.missing():
 DEVICE = torch.device(device_of("cuda"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS = "mean var weight bias"
-# Channels: one; vectors of no dtype; of float32 alone; of all; more than a block takes at a time.
+# Channels: one; vectors of one, two, four and all numbers; more than a block takes at a time.
 # The last number is how many elements memory is off from where it is aligned.
 CASES = (
     (torch.float32, (3, 1, 5, 7), 0),
@@ -50,6 +50,9 @@ CASES = (
     (torch.float32, (2, 16, 3, 5), 1),
     (torch.bfloat16, (2, 16, 3, 5), 1),
     (torch.float16, (2, 16, 3, 5), 4),
+    (torch.bfloat16, (2, 22, 5, 3), 0),
+    (torch.float16, (2, 24, 5, 3), 2),
+    (torch.float32, (2, 6, 5, 3), 0),
 )
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 
