@@ -17,7 +17,7 @@ from preact_kernels.kernels.triton.launch import (
     reducing_launch,
     wait_for_predecessors,
 )
-from preact_kernels.kernels.triton.reduction import column_sums, merge_stages
+from preact_kernels.kernels.triton.reduction import as_pivot, column_sums, merge_stages
 
 
 @triton.jit
@@ -62,16 +62,22 @@ def moments_kernel(
     x += image.to(tl.int64) * pixels * CHANNELS
     first = program * program_tiles
     count = tl.minimum(pixels - first * TILE_PIXELS, program_tiles * TILE_PIXELS)
-    # Pixels at equal distances, which are odd: those of a border are not all of one column.
-    distance = tl.maximum(count // TILE_PIXELS - 1 | 1, 1)
-    index = tl.arange(0, TILE_PIXELS)
-    pixel = pixel_indices(first, TILE_PIXELS, INT64) + index * (distance - 1)
-    mask = (index < count)[:, None] & is_channel[None, :]
-    value = load_value(x, branch, pixel[:, None] * CHANNELS + channel[None, :], mask, dtype)
-    pivot = column_sums(value) / tl.minimum(count, TILE_PIXELS).to(tl.float32)
-    pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
+    # Pixels at equal distances, which are odd: those of a border are not all of one column. More of
+    # them for more tiles, as sums of many differences that are not small are inaccurate.
+    samples = program_tiles // 16 + 1
+    distance = tl.maximum(count // (TILE_PIXELS * samples) - 1 | 1, 1)
+    pivots = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
+    for sample in range(samples):
+        index = (sample * TILE_PIXELS + tl.arange(0, TILE_PIXELS)) * distance
+        mask = (index < count)[:, None] & is_channel[None, :]
+        pixel = pixel_indices(first, TILE_PIXELS, INT64) - tl.arange(0, TILE_PIXELS) + index
+        at = pixel[:, None] * CHANNELS + channel[None, :]
+        pivots += load_value(x, branch, at, mask, dtype)
+    pivot = column_sums(pivots) / tl.minimum(count, TILE_PIXELS * samples).to(tl.float32)
+    pivot = tl.where(tl.abs(pivot) < float("inf"), as_pivot(pivot), 0.0)
     # Sums over tiles stay in the registers of each thread until the end.
     total = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
+    totals = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
     squares = tl.zeros([TILE_PIXELS, TILE_CHANNELS], tl.float32)
     for tile in tl.range(first, tl.minimum(first + program_tiles, tiles), num_stages=3):
         pixel = pixel_indices(tile, TILE_PIXELS, INT64)
@@ -83,7 +89,10 @@ def moments_kernel(
         shifted = tl.where(mask, value - pivot[None, :], 0.0)
         total += shifted
         squares += shifted * shifted
-    sums = column_sums(total)
+        if (tile - first) % 16 == 15:  # sums of fewer terms are more accurate
+            totals += total
+            total = tl.zeros_like(total)
+    sums = column_sums(totals + total)
     offset = tl.div_rn(sums, tl.zeros_like(sums) + count.to(tl.float32))
     m2 = column_sums(squares) - sums * offset
     moments += tl.program_id(0).to(tl.int64) * (3 * CHANNELS) + channel
@@ -110,7 +119,7 @@ def merge_moments_kernel(
 
     `moments` is `[images, programs, 3, channels]`; each program has `program_pixels` pixels, the
     last one the rest of `pixels`. Merges by the formula of Chan, Golub and LeVeque (1979), in
-    float64, with means relative to the first. Grid: images * groups.
+    float64, with means relative to the first pivot, which is finite. Grid: images * groups.
 
     If `bias` is given, these are the statistics of x + bias, and the bias is subtracted from the
     mean.
@@ -119,10 +128,9 @@ def merge_moments_kernel(
     groups = channels // size
     image, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     moments += image.to(tl.int64) * programs * (3 * channels) + group * size
-    near = tl.load(moments).to(tl.float64) + tl.load(moments + channels).to(tl.float64)
+    near = tl.load(moments).to(tl.float64)
     if bias is not None:
         bias += group * size
-        near += tl.load(bias).to(tl.float64)
     total = tl.zeros([TILE], tl.float64)
     squares = tl.zeros([TILE], tl.float64)
     for begin in tl.range(0, programs * size, TILE, num_stages=STAGES):
