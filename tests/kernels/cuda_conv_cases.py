@@ -213,6 +213,7 @@ def call(
     tensors = Inputs(inputs.x, inputs.norm, inputs.conv_weight)
     if isinstance(inputs, Backward):
         found = backend.norm_act_conv_backward(given, inputs.dy, tensors, options)._asdict()
+        assert not found.pop("activated")
     else:
         epilogue = Epilogue(None, inputs.residual, options)
         y, statistics = backend.norm_act_conv_forward(given, tensors, epilogue)
