@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import copy
+import functools
 import re
 import threading
 import warnings
@@ -349,6 +350,18 @@ def test_a_named_backend_serves_its_dtypes_and_refuses_the_others(name):
             assert isinstance(raised.value, RuntimeError)
 
 
+@every_backend
+def test_a_named_backend_refuses_empty_tensors_as_others(name):
+    for dtype in DTYPES:
+        x = torch.empty(0, 4, 3, 3, dtype=dtype, device=device_of(name))
+        with pk.use_backend(name):
+            if dtype in SERVED_DTYPES[name]:
+                assert pk.bn_relu(x, None, None, training=True).dtype == dtype
+            else:
+                with pytest.raises(pk.BackendError, match=f"{name!r}.*x: expected dtype"):
+                    pk.bn_relu(x, None, None, training=True)
+
+
 @pytest.mark.parametrize("name", ["CPU", None])
 def test_unknown_names_are_refused_and_change_nothing(name):
     with pytest.raises(ValueError, match=f"backend: expected one of 'auto', .*got {name!r}"):
@@ -404,6 +417,28 @@ def test_backend_for_takes_a_dtype_and_a_device():
     assert pk.backend_for(weight, device="meta") == "reference: PyTorch convolution"
     with pk.use_backend("reference"):
         assert pk.backend_for(weight) == "reference: PyTorch convolution"
+
+
+def test_the_reference_serves_float64_on_a_gpu_unless_another_backend_is_named(monkeypatch):
+    on_gpu = {"load_error": str, "device_types": ("cuda",), "only_by_name": False}
+    rows = [
+        row._replace(**on_gpu) if row.name in ("cuda", "triton") else row
+        for row in backends.BACKENDS
+    ]
+    monkeypatch.setattr(backends, "BACKENDS", rows)
+    monkeypatch.setattr(backends, "_by_name", {row.name: row for row in rows})
+    backend_for = functools.partial(
+        pk.backend_for, torch.empty(16, 16, 3, 3), padding=1, device="cuda", dtype=torch.float64
+    )
+    assert backend_for() == "reference: PyTorch convolution"
+    assert backends.select("auto", "cuda", torch.float64) is reference.kernels()
+    for name in ("cuda", "triton"):
+        monkeypatch.setattr(backends, "current", lambda name=name: name)
+        message = "expected dtype float32, bfloat16, float16, got float64"
+        with pytest.raises(pk.BackendError, match=f"{name!r} cannot .* dtype: {message}"):
+            backend_for()
+        with pytest.raises(pk.BackendError, match=f"{name!r} cannot .* x: {message}"):
+            backends.select(name, "cuda", torch.float64)
 
 
 # Shape of the weight, other arguments of `backend_for`, beginning of the reason on a CPU.
