@@ -107,6 +107,13 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float) -> list[
         # Records the launches of the CUDA library.
         Part("host-library", ["-m", "testbed.cuda_on_host.build"], **compared),
         Part("ceilings", ["-m", "bench.probes", *out], 45, needs_gpu=True),
+        Part(
+            "kernels",
+            ["-m", "bench.kernels", *out, "--seconds", "230"],
+            240,
+            profiled,
+            needs_gpu=True,
+        ),
         Part("bench", bench, 160),
         Part(
             "models",

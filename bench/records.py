@@ -15,6 +15,7 @@ MODELS = "-models.csv"
 MEMORY = "-memory.csv"
 LAUNCHES = "-launches.csv"
 CEILINGS = "-ceilings.csv"
+KERNELS = "-kernels.csv"
 REMOVED = "-training.csv", "-functions.csv"  # nothing reads them: their commands were removed
 
 
@@ -125,6 +126,32 @@ class LaunchRow(Measured):
     def step(self) -> tuple:
         """Identifies the training step; all its kernels have the same value."""
         return tuple(getattr(self, name) for name in self.STEP)
+
+
+@dataclasses.dataclass
+class KernelRow(Measured):
+    """A call on a GPU, timed in several ways: see bench/kernels.py. Times are per call."""
+
+    case: str  # the kernel, block or unit
+    contender: str  # the backend, or the way to run a block or unit
+    shape: str  # shape of the input
+    dtype: str
+    inputs: str  # "fresh", "resident" in the L2 cache, or "the same" of any size
+    bytes_moved: int | None = None  # the least
+    floor_us: float | None = None  # bytes_moved over copy bandwidth
+    events_us: float | None = None
+    graph_us: float | None = None
+    profiler_us: float | None = None  # sum of the durations of kernels
+    span_us: float | None = None  # from the begin of the first kernel to the end of the last
+    longest_us: float | None = None  # the longest kernel
+    launches: float | None = None
+    gb_per_s: float | None = None
+    x_of_floor: float | None = None
+    saved_bytes: int | None = None  # kept for the backward, without parameters
+    correct: str = ""  # "yes", "no", or "" (not checked)
+    note: str = ""  # why it has no time
+
+    KEY = ("case", "contender", "shape", "dtype", "inputs")
 
 
 @dataclasses.dataclass

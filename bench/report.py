@@ -14,6 +14,7 @@ from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival, relat
 from bench.measure import ROOT
 from bench.records import (
     CEILINGS,
+    KERNELS,
     LAUNCHES,
     MEMORY,
     MODELS,
@@ -47,7 +48,7 @@ def load(folder: Path) -> dict[str, list[Row]]:
     """
     found: dict[str, list[Row]] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if not path.name.endswith((MODELS, MEMORY, LAUNCHES, CEILINGS, *REMOVED)):
+        if not path.name.endswith((MODELS, MEMORY, LAUNCHES, CEILINGS, KERNELS, *REMOVED)):
             for row in read(path, Row):
                 found.setdefault(row.device, []).append(row)
     if not found:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import __main__ as bench
-from bench import gpu_report, launches, measure, models
+from bench import gpu_report, kernels, launches, measure, models
 from bench.gpu_report import Part, Report
 from bench.records import LAUNCHES
 
@@ -55,6 +55,10 @@ def test_the_commands_are_understood(tmp_path, monkeypatch):
         a = bench.arguments(parts[name].command[2:])
         assert (a.out, a.steps) == (tmp_path, 7)
         assert (a.contenders is None) == (name == "bench")
+    part = parts["kernels"]
+    assert list(parts).index("kernels") < list(parts).index("bench")
+    assert kernels.arguments(part.command[2:]).seconds < part.seconds <= 240
+    assert part.environment["TEARDOWN_CUPTI"] == "0"
     for backend in ("cuda", "triton"):
         part = parts[f"launches-{backend}"]
         a = launches.arguments(part.command[2:])
