@@ -156,6 +156,10 @@ def _backward(activation: str) -> Op:
     return Op("norm_act_backward", lambda p, x, dy: (dy, x, p.norms[activation], False), 2)
 
 
+def _recompute(activation: str) -> Op:
+    return Op("norm_act_recompute", lambda p, x, dy: (dy, x, p.norms[activation]), 3)
+
+
 def _input_gradient(activation: str) -> Op:
     def arguments(p: Problem, x: Tensor, dy: Tensor) -> tuple:
         norm, sums = p.norms[activation], p.sums[activation]
@@ -170,9 +174,11 @@ OPS = {
     "sums of group norm, silu": _backward("silu"),
     "forward of group norm, silu": _forward("silu"),
     "input gradient of group norm, silu": _input_gradient("silu"),
+    "recomputation of group norm, silu": _recompute("silu"),
     "sums of batch norm, relu": _backward("relu"),
     "forward of batch norm, relu": _forward("relu"),
     "input gradient of batch norm, relu": _input_gradient("relu"),
+    "recomputation of batch norm, relu": _recompute("relu"),
 }
 """The kernels without a convolution, the most important first."""
 
