@@ -85,7 +85,7 @@ def _over_group(local: Statistics, count: int, process_group) -> tuple[Statistic
     The host reads nothing, unless this rank has no samples.
     """
     mean, var = local
-    row = _with_count(torch.cat((mean, var)), count)
+    row = torch.cat((mean, var, mean.new_full((1,), count, dtype=torch.double)))  # of doubles
     size = torch.distributed.get_world_size(process_group)
     table = row.new_empty(size * row.numel())
     torch_compat.all_gather_single(table, row, group=process_group)
@@ -101,12 +101,6 @@ def _over_group(local: Statistics, count: int, process_group) -> tuple[Statistic
     return Statistics(merged_mean.to(mean), merged_var.to(var)), total.reciprocal()
 
 
-def _with_count(values: Tensor, count: int) -> Tensor:
-    """Values and a count as one message; float64 holds every count."""
-    values = values.double().flatten()
-    return torch.cat((values, values.new_full((1,), count)))
-
-
 def sums_over_group(sums: Tensor, count: int, process_group) -> Tensor:
     """`count / total` times the sums of all ranks, for the gradient of the input.
 
@@ -115,9 +109,9 @@ def sums_over_group(sums: Tensor, count: int, process_group) -> Tensor:
     """
     if process_group is None:
         return sums
-    row = _with_count(sums, count)
+    row = torch.cat((sums.flatten(), sums.new_full((1,), count)))
     torch.distributed.all_reduce(row, group=process_group)
-    return (row[:-1] * (count / row[-1])).view_as(sums).to(sums.dtype)
+    return (row[:-1] / (row[-1] / count)).view_as(sums)
 
 
 def step_sums(sums: Tensor, norm: Norm, count: int, process_group) -> Tensor:
