@@ -405,7 +405,7 @@ def run_unit(
             `x_bias`. The bias gets its gradient here. There is no residual.
     """
     checked = checked_unit(x, given, residual, prefix, dims, channels_last)
-    if given.scale_shift is not NO_SCALE_SHIFT:
+    if given.scale_shift is not NO_SCALE_SHIFT and given.conv is not None:
         x = given.scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
     if given.conv is None:

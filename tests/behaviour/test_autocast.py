@@ -173,6 +173,17 @@ def group_norm_act(x, weight, bias, residual=None, activation="silu"):
     return run_unit(x, given, residual)
 
 
+def test_a_float32_scale_leaves_the_saved_input_in_half_precision(backend):
+    x, scale = torch.randn(2, 8, 6, 5).bfloat16().requires_grad_(), torch.randn(2, 8)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = pk.group_norm_act(x, 4, activation="silu", scale=scale)
+    wide = pk.group_norm_act(x.float(), 4, activation="silu", scale=scale)
+    assert [t.dtype for t in saved if t.numel() == x.numel()] == [torch.bfloat16]
+    results = [{"y": t, "dx": torch.autograd.grad(t.sin().sum(), x)[0]} for t in (y, wide)]
+    assert_same_bits(*results)
+
+
 def channels_last(x):
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x.contiguous(memory_format=formats[x.dim()])
