@@ -63,7 +63,13 @@ class UnitKernels(Kernels):
 
     `_fused_forward` and `_fused_backward` run units that `refusal` does not refuse, on images,
     without dropout.
+
+    Attributes:
+        computes_again: whether the activation and g are computed again in one pass each, instead of
+            storing g.
     """
+
+    computes_again: bool = True
 
     def refusal(self, unit: Unit, pixels: int | None = None) -> str:
         try:
@@ -178,29 +184,29 @@ class UnitKernels(Kernels):
         # The input's gradient first: one kernel then computes the activation, for the gradient of
         # the weight, and the sums, and g is not stored.
         a = g = sums = dconv_weight = None
+        activated = wanted.input and wanted.activated and self.computes_again
         if wanted.input:
             if convert is not _unchanged:
                 like = x.new_empty(x.shape, dtype=unit.dtype)
             da = _convolution_backward(conv_dy, like, weight, unit.conv, of_input=True)
+            del like
             g = self.nhwc(da.to(x.dtype))
             del da
             if mask is not None:
                 g = self.dropout(g, mask)
             g, image = as_image(g), as_image(x)
-            if not wanted.activated:
+            if not activated:
                 g, sums = self.norm_act_backward(g, image, norm, True)
             elif wanted.weight:
                 a, sums = self.norm_act_recompute(g, image, norm)
                 a = from_image(a, x.shape, True)
             else:
                 _, sums = self.norm_act_backward(g, image, norm, False)
-        del like
         if wanted.weight:
             a = convert(self._activated(x, norm, mask, a).to(unit.dtype))
             dconv_weight = _convolution_backward(conv_dy, a, weight, unit.conv, of_input=False)
             if dconv_weight.stride() != conv_weight.stride():
                 dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
-        activated = wanted.input and wanted.activated
         return Gradients(g, sums, dconv_weight, whole if wanted.dy else None, activated)
 
     def _to_convolution_format(

@@ -55,7 +55,8 @@ def norm_act_backward(
 
 def norm_act_recompute(dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """See `Kernels.norm_act_recompute`."""
-    return norm_act_forward(x, norm), norm_act_backward(dy, x, norm, False)[1]
+    _, sums = norm_act_backward(dy, x, norm, False)
+    return norm_act_forward(x, norm), sums
 
 
 def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
