@@ -41,10 +41,10 @@ from preact_kernels.kernels.running_stats import is_one_norm, scaled
 # - A 3x3 kernel of 64 channels takes 3,070 cycles of a multiprocessor for 64 pixels (0.21 ns per
 #   pixel); PyTorch's convolution moves 640 bytes per pixel (0.15 ns).
 # - The 1x1 kernels from 16, 32 and 64 channels to four times as many take 823, 804 and 920
-#   instructions a warp for 128, 64 and 32 pixels (bench/instructions.py): 0.12, 0.24 and 0.54 ns per
-#   pixel at 0.46 instructions a cycle of a scheduler, as in a measurement of 64 to 256 channels.
-#   PyTorch's convolution moves 224, 448 and 896 bytes per pixel: 0.11, 0.22 and 0.44 ns at half of
-#   copy bandwidth. The first two differ by less than such estimates are off.
+#   instructions a warp for 128, 64 and 32 pixels (bench/instructions.py): 0.12, 0.24 and 0.54 ns
+#   per pixel at 0.46 instructions a cycle of a scheduler, as in a measurement of 64 to 256
+#   channels. PyTorch's convolution moves 224, 448 and 896 bytes per pixel: 0.11, 0.22 and 0.44 ns
+#   at half of copy bandwidth. The first two differ by less than such estimates are off.
 MOST_PIXELS = {(3, 64, 64): 2**16, (1, 64, 256): 2**14}
 
 
