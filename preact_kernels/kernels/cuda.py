@@ -104,7 +104,7 @@ class CUDAKernels(NativeKernels):
             return
         batch = scaled(batch, (factors[0], 1))
         op, count = self._ops.norm_buffers_update.default, counts[0] if counts else None
-        op(*running, *batch, momentum, factors[1], count)
+        op(*running, *batch, float(momentum), float(factors[1]), count)
         # Custom ops do not bump versions.
         torch.autograd.graph.increment_version([*running, *counts])
 
