@@ -71,6 +71,7 @@ std::tuple<Tensor, Tensor> pool_sums(const Tensor& sums, const Tensor& weight, i
     PK_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous(), name,
              ": expected contiguous float32 values");
   };
+  check_sums("sums", sums);
   check_float("sums", sums);
   check_float("weight", weight);
   PK_CHECK(sums.dim() == 3 && sums.sizes()[0] == 2, "sums: expected [2, N, C]");

@@ -65,6 +65,12 @@ def _check(op: str, given: Mapping[str, Any]) -> None:
         if given.get("y") is not None:
             _check_same("y", given["y"], "x", x)
             _check_activation("y", given["activation"], (RELU.name,))
+        if given.get("bias") is not None:
+            checks.check_like("bias", given["bias"], "x", x)
+            _check_shape("bias", given["bias"], x.shape[1:2])
+            _check_dtype("bias", given["bias"], x.dtype)
+            if given["with_stats"]:
+                raise ValueError("bias: expected None with statistics")
     if op == "group_stats":
         checks.check_count("groups", given["groups"])
         if given["x"].numel() == 0:

@@ -109,6 +109,12 @@ def valid_calls(namespace: str) -> list[Call]:
         arguments = {a.name: sizes.argument(a.name, str(a.type)) for a in schema.arguments}
         if op == "transpose":
             arguments["x"] = arguments["x"].contiguous().flatten(2)
+        elif op == "residual_add_forward":
+            arguments["with_stats"] = False  # there are none with a bias
+        elif op == "pool_sums":
+            arguments["sums"] = torch.rand(2, 2, sizes.channels[0])
+        elif op == "norm_buffers_update":
+            arguments["count"] = torch.ones(1, dtype=torch.int64)
         elif op == "resident_run_forward":
             arguments |= {name: arguments[name][:1] for name in ("means", "variances")}
         elif op == "resident_run_backward":
@@ -158,19 +164,23 @@ NATIVE_DAMAGE = DAMAGE | {
 }
 TAKE_ANY_FLOAT = ("x", "g", "step_x", "residual", "conv_weight", "conv_weights", "running", "batch")
 
+FIRST_VECTORS = ("running", "running_mean")  # others must match
+
 
 def is_valid(damage: str, op: str, name: str, t: Tensor) -> bool:
     """Whether the op accepts the damaged tensor, or blames another argument."""
+    if name == "count":  # one integer
+        return damage in ("flat", "of integers", "spread", "cut with gaps")
     if damage == "flat":
         is_vector = t.dim() < 3 and "sums" not in name
         return is_vector or op in ("dropout_", "dropout_bits", "norm_act_conv_is_served")
     if damage == "longer":
-        return t.dim() > 2 or name == "running"
+        return t.dim() > 2 or name in FIRST_VECTORS
     if damage == "another float":
         return op.startswith("dropout") or name in TAKE_ANY_FLOAT
     if damage == "empty":
         takes_none = ("dropout_", "dropout_bits", "norm_act_conv_is_served", "transpose")
-        return op in takes_none or name == "running"
+        return op in takes_none or name in FIRST_VECTORS
     return damage == "spread" and name in WEIGHTS
 
 
