@@ -157,20 +157,23 @@ def test_more_images_than_a_grid_may_have_take_several_launches():
 def test_an_image_has_the_same_bits_whatever_number_of_blocks_adds_it_up():
     set_schedule(0, 8)
     given = arguments((7, 20, 41, 61), torch.float32, None, 0, ALL_ROWS, "silu")
-    found, blocks = {}, {}
+    found, blocks, parts = {}, {}, {}
     for images, part in ((1, given.image(6)), (7, given)):
         _, sums = kernels().norm_act_backward(*part[:3], True)
         mean, var = kernels().group_stats(part.x, 2)
         found[images] = {"sums": sums[:, -1], "mean": mean[-1], "var": var[-1]}
-        with serve_cpu.without_running(
-            lambda launch, images=images: blocks.setdefault(
-                (images, launch.name), launch.thread_blocks[0]
-            )
-        ):
+
+        def note(launch, images=images):
+            blocks[images, launch.name] = launch.thread_blocks[0]
+            parts[images, launch.name] = launch.params[32:36]  # ImageRows::parts
+
+        with serve_cpu.without_running(note):
             kernels().norm_act_backward(*part[:3], True)
             kernels().group_stats(part.x, 2)
     for name in ("norm_act_backward_mask", "group_stats"):
         assert 1 < blocks[7, name] < blocks[1, name]
+        assert int.from_bytes(parts[7, name], "little") == blocks[1, name]
+        assert parts[7, name] == parts[1, name]
     assert_same_bits(found[7], found[1])
 
 
