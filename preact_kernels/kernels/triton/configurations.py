@@ -135,15 +135,15 @@ def elementwise(
 
 
 @functools.lru_cache(maxsize=1024)
-def reducing(channels: int, itemsize: int, pixels: int) -> ElementwiseTiles:
-    """Tiles for elementwise kernels that reduce: 8 KB, or 4 KB where narrow or masked.
+def reducing(channels: int, itemsize: int, pixels: int, is_small: bool) -> ElementwiseTiles:
+    """Tiles for elementwise kernels that reduce: 8 KB, or 4 KB where narrow, masked or `is_small`.
 
-    Depends on the shape of an image and the dtype only, as the order of sums does.
+    Does not depend on the number of images or the device, nor does the order of sums.
     """
     tile_channels = min(triton.next_power_of_2(channels), 128)
     elements = 8192 // itemsize
     is_masked = channels % max(tile_channels, 32) != 0
-    if is_masked or elements // tile_channels >= 2 * pixels:
+    if is_small or is_masked or elements // tile_channels >= 2 * pixels:
         elements //= 2
     return ElementwiseTiles(elements // tile_channels, tile_channels, 8, REDUCING_RESIDENT)
 

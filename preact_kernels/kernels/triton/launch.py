@@ -270,16 +270,17 @@ def elementwise_launch(x: Tensor, by_image: bool = False) -> ElementwiseLaunch:
     return _elementwise_launch(x, images, config)
 
 
-def reducing_launch(x: Tensor, by_image: bool = False) -> ReducingLaunch:
+def reducing_launch(x: Tensor, by_image: bool = False, is_small: bool = False) -> ReducingLaunch:
     """Launch configuration of a kernel in which each program owns consecutive tiles of an image.
 
     Args:
         x: a tensor `[N, C, H, W]`, which has the shape of all tensors.
         by_image: reduces each image; otherwise the batch.
+        is_small: small tiles, for kernels that need many registers.
     """
     images = x.shape[0] if by_image else 1
     channels, pixels = x.shape[1], x.numel() // (images * x.shape[1])
-    config = reducing(channels, x.element_size(), pixels)
+    config = reducing(channels, x.element_size(), pixels, is_small)
     tiles = ceil_div(pixels, config.tile_pixels)
     columns = ceil_div(channels, config.tile_channels)
     if by_image:

@@ -280,7 +280,8 @@ def _launch_backward(
         rows_of(norm),
         kernel_activation(norm.activation, norm.parameter),
     )
-    launch, tiles = reducing_launch(x, rows is not None)
+    is_small = a is not None and activation != "relu"
+    launch, tiles = reducing_launch(x, rows is not None, is_small)
     shape = (2, launch.channels) if rows is None else (2, launch.images, launch.channels)
     with on_device_of(x):
         partials = x.new_empty((launch.programs, *shape), dtype=torch.float32)
