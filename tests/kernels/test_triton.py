@@ -354,7 +354,7 @@ def test_partial_results_of_many_programs_are_merged(monkeypatch):
     shape = (2, 64, 67, 67)
     given = arguments(shape, torch.bfloat16, rows="mean var", activation="silu")
     launch_of = launch.reducing_launch(given.x, by_image=True).launch
-    assert launch_of.programs * 64 > 4096  # several tiles of the merge
+    assert launch_of.programs * 64 > 2 * 2048  # several tiles of the merge
     mean, var = kernels.group_stats(given.x, 1)
     true_mean, true_var = reference.group_stats(given.x.double(), 1)
     assert within_float32(mean, true_mean, 4)

@@ -189,7 +189,7 @@ def launch_statistics(
         )
         program_pixels = tiles * launch.constants["TILES"].tile_pixels
         size = 1 if groups is None else channels // groups
-        tile = min(max(triton.next_power_of_2(programs * size), 64), 4096)
+        tile = min(max(triton.next_power_of_2(programs * size), 64), 2048)
         launch_kernel(
             merge_moments_kernel,
             (images * (channels // size), 1, 1),
