@@ -54,6 +54,7 @@ from preact_kernels.kernels.triton.configurations import (
     weight_bytes,
 )
 from preact_kernels.kernels.triton.launch import INTERPRETED, Device, compile_options
+from preact_kernels.kernels.triton.running_stats import norm_buffers_update
 from testbed.cuda_programs import cuobjdump
 from testbed.triton_driver import active_driver
 from tests.cases import unit_of
@@ -258,6 +259,8 @@ def launch_others(dtype: torch.dtype) -> None:
         kernels.residual_add_forward(x, x, False)
         bias = torch.empty(channels, dtype=dtype, device="meta")
         kernels.residual_add_forward(x, x, False, bias)
+    vectors, count = torch.empty(4, 64, device="meta"), torch.empty((), dtype=int, device="meta")
+    norm_buffers_update(*vectors, 0.1, 1.5, count)
     launch_rare_convs(dtype)
 
 
@@ -504,10 +507,13 @@ def needs_two_byte_loads(launch: Launch) -> bool:
 
 
 def two_byte_loads(launch: Launch, ptx: str) -> int:
-    """Loads of 2 bytes, except for one of a weight of which each thread has one element."""
+    """Loads of 2 bytes, except for one of a weight or bias of which a thread has one element."""
     config = launch.constants.get("TILES")
-    is_conv = isinstance(config, ConvTiles)
-    one_each = is_conv and config.tile_cin * config.tile_cout <= 32 * launch.num_warps
+    threads = 32 * launch.num_warps
+    if isinstance(config, ConvTiles):
+        one_each = config.tile_cin * config.tile_cout <= threads
+    else:
+        one_each = launch.argument("bias") is not None and config.tile_channels == threads
     found = len(re.findall(r"\bld\.global\S*\.[bu]16\b", ptx))
     return max(0, found - one_each)
 
