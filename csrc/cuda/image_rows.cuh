@@ -54,34 +54,41 @@ inline ImageGrid whole_images(const ImageSizes& size, bool has_rows, int width, 
   return {grid.rows, has_rows ? size.images : 1, grid.thread_blocks, grid.thread_blocks.x};
 }
 
+// Thread blocks for each of `columns`, so that together they fill one wave of `at_once`, the thread
+// blocks that the multiprocessors run at once, or several waves if one would leave many idle. A few
+// thread blocks more than a wave would take as long as another wave.
+inline int64_t share_of_waves(int64_t at_once, int64_t columns) {
+  constexpr int64_t kWaves = 4;
+  const int64_t share = at_once / columns;
+  const bool is_full = 8 * share * columns >= 7 * at_once;
+  return is_full ? share : (kWaves * at_once + columns - 1) / columns;
+}
+
 // A grid for elementwise kernels: the images share the multiprocessors.
 inline ImageGrid grid_for_images(const ImageSizes& size, bool has_rows, int width, int steps,
                                  int most_columns, int thread_blocks_per_multiprocessor) {
   ImageGrid grid =
       whole_images(size, has_rows, width, steps, most_columns, thread_blocks_per_multiprocessor);
-  const int64_t most = thread_blocks_per_multiprocessor * multiprocessors() / grid.thread_blocks.y;
-  const int64_t share = std::max<int64_t>(1, (most + grid.images - 1) / grid.images);
+  const int64_t share = share_of_waves(thread_blocks_per_multiprocessor * multiprocessors(),
+                                       grid.images * grid.thread_blocks.y);
   grid.thread_blocks.x = static_cast<unsigned>(std::min<int64_t>(grid.thread_blocks.x, share));
   return grid;
 }
 
 // A grid for sums. The parts of an image's sums, and so their order, do not depend on the other
 // images. A part has a few tiles, so that adding up the threads of a thread block costs little in
-// comparison. The thread blocks of all images run at once, or in several waves.
+// comparison.
 inline ImageGrid grid_for_image_sums(const ImageSizes& size, bool has_rows, int width, int steps,
                                      int most_columns, int thread_blocks_per_multiprocessor) {
-  constexpr int64_t kLeastTiles = 4, kWaves = 4;
+  constexpr int64_t kLeastTiles = 4;
   ImageGrid grid =
       whole_images(size, has_rows, width, steps, most_columns, thread_blocks_per_multiprocessor);
   if (!has_rows) return grid;
   const int64_t pixels = int64_t(grid.rows.thread_block_pixels) * steps * kLeastTiles;
   const int64_t parts = (grid.rows.pixels + pixels - 1) / pixels;
   grid.parts = static_cast<unsigned>(std::min<int64_t>(grid.thread_blocks.x, parts));
-  const int64_t at_once = thread_blocks_per_multiprocessor * multiprocessors();
-  const int64_t columns = grid.images * grid.thread_blocks.y;
-  int64_t share = at_once / columns;
-  const bool is_one_wave = 8 * share * columns >= 7 * at_once;
-  if (!is_one_wave) share = (kWaves * at_once + columns - 1) / columns;
+  const int64_t share = share_of_waves(thread_blocks_per_multiprocessor * multiprocessors(),
+                                       grid.images * grid.thread_blocks.y);
   grid.thread_blocks.x = static_cast<unsigned>(std::min<int64_t>(grid.parts, share));
   return grid;
 }

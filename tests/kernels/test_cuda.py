@@ -4,6 +4,7 @@ Without a GPU they run on the host (`testbed/cuda_on_host/`), by the same source
 """
 
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -175,6 +176,35 @@ def test_an_image_has_the_same_bits_whatever_number_of_blocks_adds_it_up():
         assert int.from_bytes(parts[7, name], "little") == blocks[1, name]
         assert parts[7, name] == parts[1, name]
     assert_same_bits(found[7], found[1])
+
+
+# Thread blocks per multiprocessor of the kernels of images, by __launch_bounds__.
+RESIDENT = {
+    "norm_act_forward": 3,
+    "norm_act_backward_mask": 2,
+    "norm_input_gradient": 2,
+    "group_stats": 2,
+}
+
+
+@on_host
+@pytest.mark.parametrize("images", [1, 3, 8, 50, 100, 128, 300])
+def test_the_last_wave_of_thread_blocks_is_not_a_few_of_many(images):
+    multiprocessors, found = 132, []
+    set_schedule(0, multiprocessors)
+    with serve_cpu.without_running(
+        lambda launch: found.append((launch.name, math.prod(launch.thread_blocks)))
+    ):
+        given = arguments((images, 128, 40, 40), torch.bfloat16, None, 0, ALL_ROWS, "silu")
+        kernels().group_stats(given.x, 32)
+        kernels().norm_act_forward(given.x, given.norm)
+        kernels().norm_act_recompute(given.dy, given.x, given.norm)
+        kernels().norm_input_gradient(given.gradient_without_skip, True)
+    launched = {name: blocks for name, blocks in found if name != "fill_zeros"}
+    assert launched.keys() == RESIDENT.keys()
+    for name, blocks in launched.items():
+        waves = blocks / (multiprocessors * RESIDENT[name])
+        assert waves <= 1 or waves / math.ceil(waves) > 0.7, (name, blocks)
 
 
 CASE = Case(3, 5, 7, 64, 16, 1)
