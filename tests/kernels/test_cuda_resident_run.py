@@ -416,6 +416,7 @@ def test_a_run_has_one_launch_for_its_units_in_each_direction():
         "pack_weights": 1,
         "resident_run_forward": 1,
         "finish_statistics": 1,
+        "norm_buffers_update": 5,  # one for each momentum
     }
     y = stage(x.requires_grad_())
     counts = collections.Counter(launches(lambda: y.sum().backward()))

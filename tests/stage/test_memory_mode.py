@@ -270,7 +270,7 @@ def test_a_backward_that_fails_midway_can_be_run_again(options, backend, monkeyp
     kernels = backends.select(backend, device_of(backend), torch.float32)
     with monkeypatch.context() as patch:
 
-        def fails(*arguments):
+        def fails(*arguments, **options):
             raise MemoryError
 
         patch.setattr(kernels, "norm_input_gradient", fails)
