@@ -64,6 +64,9 @@ class CPUKernels(NativeKernels):
         """The instruction set in use: PREACT_KERNELS_CPU_ISA, or the best of this machine."""
         return self._ops.instruction_set()
 
+    def computes_g_again(self, activation: str) -> bool:
+        return activation in ("relu", "identity")  # others take longer than the passes (measured)
+
     @functools.cached_property
     def _channel_multiple(self) -> int:
         return self._ops.channel_multiple()

@@ -63,13 +63,7 @@ class UnitKernels(Kernels):
 
     `_fused_forward` and `_fused_backward` run units that `refusal` does not refuse, on images,
     without dropout.
-
-    Attributes:
-        computes_again: whether the activation and g are computed again in one pass each, instead of
-            storing g.
     """
-
-    computes_again: bool = True
 
     def refusal(self, unit: Unit, pixels: int | None = None) -> str:
         try:
@@ -89,6 +83,10 @@ class UnitKernels(Kernels):
     def _call_refusal(self, unit: Unit, pixels: int | None) -> str:
         """`refusal` if it depends on the number of pixels, or on the state of the process."""
         raise NotImplementedError
+
+    def computes_g_again(self, activation: str) -> bool:
+        """Whether to compute g twice, in passes that other results need, instead of storing it."""
+        return True
 
     def norm_act_conv_forward(
         self,
@@ -184,7 +182,7 @@ class UnitKernels(Kernels):
         # The input's gradient first: one kernel then computes the activation, for the gradient of
         # the weight, and the sums, and g is not stored.
         a = g = sums = dconv_weight = None
-        activated = wanted.input and wanted.activated and self.computes_again
+        activated = wanted.input and wanted.activated and self.computes_g_again(norm.activation)
         if wanted.input:
             if convert is not _unchanged:
                 like = x.new_empty(x.shape, dtype=unit.dtype)

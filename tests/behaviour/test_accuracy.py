@@ -40,7 +40,7 @@ KIND_OF = {
     "group_stats": "group norm, SiLU",
     "norm_act_forward": "batch norm, ReLU",
     "norm_act_backward": "batch norm, ReLU",
-    "norm_act_recompute": "3-D convolution",
+    "norm_act_recompute": "groups, dilation, bias",
     "norm_input_gradient": "batch norm, ReLU",
     "norm_act_conv_forward": "1x1 convolution",
     "norm_act_conv_backward": "1x1 convolution",

@@ -19,8 +19,6 @@ from preact_kernels.kernels.running_stats import running_stats_update
 class ReferenceKernels(UnitKernels):
     """The functions of this package; all convolutions run in PyTorch."""
 
-    computes_again = False  # each of PyTorch's operators is a pass
-
     bn_stats = staticmethod(bn_stats)
     group_stats = staticmethod(group_stats)
     norm_act_forward = staticmethod(norm_act_forward)
@@ -28,6 +26,9 @@ class ReferenceKernels(UnitKernels):
     norm_act_recompute = staticmethod(norm_act_recompute)
     norm_input_gradient = staticmethod(norm_input_gradient)
     running_stats_update = staticmethod(running_stats_update)
+
+    def computes_g_again(self, activation: str) -> bool:
+        return False  # each of PyTorch's operators is a pass
 
     def _unit_refusal(self, unit: Unit) -> str:
         return "backend: the reference has no fused convolution"
