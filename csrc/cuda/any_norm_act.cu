@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       x[s].pack(values[s]);
-      if (s < steps) x[s].store(p.y + at + s * stride);
+      if (s < steps) store_global(x[s], p.y + at + s * stride);
     }
   });
 }
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kAnyForwardThreadBlocks)
         value[i] = sum <= least ? least : sum;  // NaN stays NaN
       }
       x[s].pack(value);
-      if (s < steps) x[s].store(p.y + at + s * stride);
+      if (s < steps) store_global(x[s], p.y + at + s * stride);
     }
   });
 }
@@ -176,9 +176,9 @@ __global__ void __launch_bounds__(kThreads, kAnyMaskThreadBlocks)
       if (s < steps) {
         if (kFromY) dy[s] = masked(dy[s], y[s]);
         if (kStoreA) {
-          y[s].store(p.a + at + s * stride);
+          store_global(y[s], p.a + at + s * stride);
         } else if (p.g != nullptr) {
-          dy[s].store(p.g + at + s * stride);
+          store_global(dy[s], p.g + at + s * stride);
         }
         float value[kWidth], g[kWidth];
         x[s].unpack(value);
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, kAnyInputGradientThreadBlocks)
         for (int i = 0; i < kWidth; ++i) gradient[s][i] += value[i];
       }
       g[s].pack(gradient[s]);
-      if (s < steps) g[s].store(p.dx + at + s * stride);
+      if (s < steps) store_global(g[s], p.dx + at + s * stride);
     }
   });
 }

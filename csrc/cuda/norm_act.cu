@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, kNormActThreadBlocks)
         value[i] = relu(kResidual ? value[i] + added[i] : norm(value[i], i));
       }
       x[s].pack(value);
-      if (s < steps) x[s].store(p.y + at + s * stride);
+      if (s < steps) store_global(x[s], p.y + at + s * stride);
     }
   });
 }
@@ -102,11 +102,11 @@ __global__ void __launch_bounds__(kThreads, kMaskThreadBlocks)
         }
         if (kStoreG) {
           dy[s].pack(g);
-          dy[s].store(p.g + at + s * stride);
+          store_global(dy[s], p.g + at + s * stride);
         }
         if (kStoreA) {
           x[s].pack(activated);
-          x[s].store(p.a + at + s * stride);
+          store_global(x[s], p.a + at + s * stride);
         }
       }
     }
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, kInputGradientThreadBlocks)
         if (kHasSkip) gradient[i] += added[i];
       }
       g[s].pack(gradient);
-      if (s < steps) g[s].store(p.dx + at + s * stride);
+      if (s < steps) store_global(g[s], p.dx + at + s * stride);
     }
   });
 }

@@ -128,6 +128,17 @@ struct Vector<T, 8> {
   }
 };
 
+// Stores a vector to global memory.
+template <class T, int kWidth>
+__device__ inline void store_global(const Vector<T, kWidth>& vector, T* to) {
+  using Value = decltype(vector.value);
+  if constexpr (sizeof(Value) > 4) {
+    store_global(reinterpret_cast<Value*>(to), vector.value);
+  } else {
+    vector.store(to);
+  }
+}
+
 // A value rounded to T.
 template <class T>
 __device__ inline float rounded(float value) {

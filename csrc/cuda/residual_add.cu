@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kStatisticsThreadBlocks)
     for (int s = 0; s < kSteps; ++s) {
       if (s < steps) {
         add(y[s], branch[s]);
-        y[s].store(p.y + at + s * stride);
+        store_global(y[s], p.y + at + s * stride);
       }
     }
     if (kStats) statistics.add(y, steps);

@@ -22,7 +22,7 @@ Names and shapes, here and in every backend:
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,7 +32,7 @@ from preact_kernels import torch_compat
 from preact_kernels.activations import RELU, Activation
 from preact_kernels.kernels.dropout import Mask, dropout, dropout_bits
 from preact_kernels.kernels.layout import nchw, nhwc
-from preact_kernels.kernels.running_stats import scaled
+from preact_kernels.kernels.running_stats import is_one_norm, scaled
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES, torch.float64)
@@ -295,6 +295,9 @@ class Kernels(Protocol):
     # Whether to give a convolution's bias to the residual addition, or to `group_stats` of the next
     # norm: on a GPU, PyTorch's convolution adds it in a kernel of its own.
     adds_bias: bool = False
+    # `norm_buffers_update` of one norm in one launch, for running mean and variance, mean and
+    # variance, momentum, factor of the variance, and count or None; None: there is none.
+    one_norm_update: Callable[..., None] | None = None
     # Whether all but `norm_act_conv_*` and `running_stats_update` check their arguments.
     checks_arguments: bool = False
 
@@ -333,6 +336,14 @@ class Kernels(Protocol):
             factors: a factor for each vector.
             counts: numbers of batches, int64.
         """
+        update = self.one_norm_update
+        if update is not None and is_one_norm(running, batch, counts):
+            mean, var = scaled(batch, (factors[0], 1))
+            count = counts[0] if counts else None
+            update(*running, mean, var, float(momentum), float(factors[1]), count)
+            # Custom ops, and kernels of Triton, do not bump versions.
+            torch.autograd.graph.increment_version([*running, *counts])
+            return
         self.running_stats_update(running, scaled(batch, factors), momentum)
         if counts:
             torch_compat.foreach_add_(list(counts), 1)

@@ -33,7 +33,6 @@ from preact_kernels.kernels.pytorch_conv import (
     rows_refusal,
     unserved,
 )
-from preact_kernels.kernels.running_stats import is_one_norm, scaled
 
 # Most pixels of a batch for which a convolution is fused, by kernel height, input and output
 # channels. Beyond it, PyTorch's convolution follows a fused batch norm and ReLU, which takes two
@@ -86,27 +85,14 @@ class CUDAKernels(NativeKernels):
 
     adds_bias = True
 
+    def __init__(self, ops: Any) -> None:
+        super().__init__(ops)
+        self.one_norm_update = ops.norm_buffers_update.default
+
     def group_stats(self, x: Tensor, groups: int, bias: Tensor | None = None) -> Statistics:
         if bias is None:
             return super().group_stats(x, groups)
         return Statistics(*self._ops.group_stats_with_bias.default(x, groups, bias))
-
-    def norm_buffers_update(
-        self,
-        running: list[Tensor],
-        batch: list[Tensor],
-        momentum: float,
-        factors: Sequence[float],
-        counts: Sequence[Tensor],
-    ) -> None:
-        if not is_one_norm(running, batch, counts):
-            super().norm_buffers_update(running, batch, momentum, factors, counts)
-            return
-        batch = scaled(batch, (factors[0], 1))
-        op, count = self._ops.norm_buffers_update.default, counts[0] if counts else None
-        op(*running, *batch, float(momentum), float(factors[1]), count)
-        # Custom ops do not bump versions.
-        torch.autograd.graph.increment_version([*running, *counts])
 
     def pool_sums(self, sums: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         return self._ops.pool_sums.default(sums, weight, groups)

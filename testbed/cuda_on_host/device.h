@@ -157,6 +157,11 @@ inline float with_canonical_nan(float value) {
 
 inline void prefetch_to_l2(const void*) {}
 
+template <class Value>
+void store_global(Value* to, Value value) {
+  *to = value;
+}
+
 inline void cp_async_16(void* smem, const void* global, bool valid) {
   cuda_on_host::copy_async_16(smem, valid ? global : nullptr);
 }

@@ -131,6 +131,26 @@ def sass_of(source, rows, targets):
     return names
 
 
+# Elementwise kernels with vectors of more than a word, and bytes of their vectors.
+STORES = {
+    "any_norm_act_forward_kernel<bf16, 8>": 16,
+    "any_norm_act_forward_kernel<fp32, 4>": 16,
+    "any_norm_act_residual_forward_kernel<bf16, 8>": 16,
+    "any_norm_input_gradient_kernel<bf16, 4>": 8,
+    "any_norm_input_gradient_kernel<fp32, 4>": 16,
+}
+
+
+def test_a_vector_is_stored_at_once(rows, targets):
+    kernels = sass_of("any_norm_act", rows, targets)
+    wrong = {}
+    for name, vector_bytes in STORES.items():
+        stores = re.findall(r"STG\.E(\.\d+)?", kernels[name])
+        if not stores or set(stores) != {f".{8 * vector_bytes}"}:
+            wrong[name] = stores
+    assert not wrong
+
+
 @pytest.mark.parametrize(
     "source",
     [

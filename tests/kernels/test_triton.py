@@ -581,6 +581,16 @@ def test_weight_gradients_of_a_run_hold_as_many_blocks_as_the_limit_allows(
     assert any(len(sizes) > 1 for sizes in groups.values())
 
 
+def test_sums_of_an_image_have_one_order_in_every_batch(monkeypatch):
+    found = []
+    monkeypatch.setattr(reduction, "INTERPRETED", False)  # it has other tiles
+    monkeypatch.setattr(reduction, "launch_kernel", lambda *given: found.append(given[3]))
+    for images in (1, 64):
+        sums = torch.empty(1, 2 * images, 128, 1, 1)
+        reduction.launch_sum_partials(torch.empty(1, 256, 2 * images * 128), sums, of_image=256)
+    assert found[0] == found[1]
+
+
 def test_a_weight_gradient_in_one_pass_keeps_no_tensors_of_its_block():
     weight = torch.randn(16, 16, 1, 1)
     kept = {}

@@ -7,10 +7,8 @@ over programs), `launch` (launches, grids) and `configurations` (tile sizes).
 """
 
 import functools
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from preact_kernels.kernels.contract import (
     BlockKernels,
@@ -28,12 +26,7 @@ from preact_kernels.kernels.pytorch_conv import (
     rows_refusal,
     unserved,
 )
-from preact_kernels.kernels.running_stats import (
-    fast_running_stats_update,
-    is_one_norm,
-    scaled,
-)
-from preact_kernels.kernels.triton import running_stats as one_norm
+from preact_kernels.kernels.running_stats import fast_running_stats_update
 from preact_kernels.kernels.triton.batch_norm import aligned_gradient
 from preact_kernels.kernels.triton.block_run import block_run_backward, block_run_forward
 from preact_kernels.kernels.triton.configurations import conv_refusal
@@ -49,6 +42,7 @@ from preact_kernels.kernels.triton.norm_act_conv_backward import launch_norm_act
 from preact_kernels.kernels.triton.norm_act_conv_forward import launch_norm_act_conv_forward
 from preact_kernels.kernels.triton.pool_sums import pool_sums
 from preact_kernels.kernels.triton.residual_add import residual_add_forward
+from preact_kernels.kernels.triton.running_stats import norm_buffers_update
 from preact_kernels.kernels.triton.statistics import bn_stats, group_stats
 
 _ACTIVATIONS = ("relu", "leaky_relu", "identity")  # others are bound by instruction issue
@@ -68,24 +62,7 @@ class TritonKernels(UnitKernels, BlockKernels):
     pool_sums = staticmethod(pool_sums)
     residual_add_forward = staticmethod(residual_add_forward)
     running_stats_update = staticmethod(fast_running_stats_update)
-
-    def norm_buffers_update(
-        self,
-        running: list[Tensor],
-        batch: list[Tensor],
-        momentum: float,
-        factors: Sequence[float],
-        counts: Sequence[Tensor],
-    ) -> None:
-        if not is_one_norm(running, batch, counts):
-            super().norm_buffers_update(running, batch, momentum, factors, counts)
-            return
-        (of_mean, of_var), (mean, var) = running, scaled(batch, (factors[0], 1))
-        count = counts[0] if counts else None
-        one_norm.norm_buffers_update(of_mean, of_var, mean, var, momentum, factors[1], count)
-        # Kernels of Triton do not bump versions.
-        torch.autograd.graph.increment_version([*running, *counts])
-
+    one_norm_update = staticmethod(norm_buffers_update)
     block_run_forward = staticmethod(block_run_forward)
     block_run_backward = staticmethod(block_run_backward)
 

@@ -6,7 +6,8 @@ GPU. The gradient of an infinite or very large p may be NaN, from 0 * inf.
 
 With `FAST`, for results that are stored in half precision, exponentials and divisions are
 approximate. The error is at most 2^-16 of the result, or of dy * max(1, |result|) for a gradient,
-a 16th of half a unit in the last place of float16. Results below 2^-100 may become 0.
+a 16th of half a unit in the last place of float16. Results below 2^-100 may become 0. For GELU of
+p < -5.8, where |gelu(p)| < 2^-25, the error is relative to 2^-25.
 """
 
 from typing import NamedTuple

@@ -297,7 +297,8 @@ def _launch_backward(
         sums = x.new_empty(
             (1, shape[0] * launch.images, launch.channels, 1, 1), dtype=torch.float32
         )
-        launch_sum_partials(partials.view(1, launch.programs, -1), sums)
+        of_image = 2 * launch.channels
+        launch_sum_partials(partials.view(1, launch.programs, -1), sums, of_image=of_image)
         return sums.view(shape)
 
 

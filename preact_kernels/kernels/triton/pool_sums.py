@@ -44,13 +44,13 @@ def pool_sums_kernel(
         mask = (image < images)[:, None] & is_channel[None, :]
         at = table + image.to(tl.int64)[:, None] * channels + channel[None, :]
         value = tl.load(sums + at, mask=mask, other=0.0)
-        of_weight = image.to(tl.int64)[:, None] * weight_stride + channel[None, :]
-        weighted = value * tl.load(weight + of_weight, mask=mask, other=0.0)
+        weight_at = image.to(tl.int64)[:, None] * weight_stride + channel[None, :]
+        weighted = value * tl.load(weight + weight_at, mask=mask, other=0.0)
         mean = tl.sum(weighted, 1) / size.to(tl.float32)
         tl.store(pooled + at, tl.broadcast_to(mean[:, None], weighted.shape), mask=mask)
         total += value
-    of_total = totals + tl.program_id(1) * channels + channel
-    tl.store(of_total, tl.sum(total, 0), mask=is_channel)
+    totals_at = totals + tl.program_id(1) * channels + channel
+    tl.store(totals_at, tl.sum(total, 0), mask=is_channel)
 
 
 def pool_sums(sums: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:

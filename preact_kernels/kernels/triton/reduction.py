@@ -422,7 +422,10 @@ def merge_stages(size: int, tile: int) -> int:
 
 
 def launch_sum_partials(
-    partials: Tensor, dconv_weights: Tensor, prepared: PreparedLaunches | None = None
+    partials: Tensor,
+    dconv_weights: Tensor,
+    prepared: PreparedLaunches | None = None,
+    of_image: int | None = None,
 ) -> None:
     """Sums `partials` over programs into `dconv_weights`. A program owns a tile of elements.
 
@@ -430,10 +433,12 @@ def launch_sum_partials(
         partials: `[units, programs, R*S*K*C]` float32; each unit is dense.
         dconv_weights: `[units, K, C, R, S]`, any dtype; each unit is dense, in any memory format.
         prepared: see `launch_kernel`; use one per shape of partials and dtype of weights.
+        of_image: elements of one image, whose sums have the same bits in any batch. None: the
+            elements are not those of images.
     """
     units, programs, weights = partials.shape
     _, K, C, R, S = dconv_weights.shape
-    tile = 64 if weights > 8192 else 16  # few elements are spread over more programs
+    tile = 64 if (of_image or weights) > 8192 else 16  # few elements are spread over more programs
     tile_programs = 2048 // tile
     if INTERPRETED:
         tile, tile_programs = 1024, 32

@@ -34,12 +34,12 @@ def norm_buffers_update_kernel(
     wait_for_predecessors()
     channel = tl.program_id(0) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     is_channel = channel < channels
-    of_mean = rest * tl.load(running_mean + channel, mask=is_channel)
-    of_mean += momentum * tl.load(mean + channel, mask=is_channel)
-    tl.store(running_mean + channel, of_mean, mask=is_channel)
-    of_var = rest * tl.load(running_var + channel, mask=is_channel)
-    of_var += momentum * (factor * tl.load(var + channel, mask=is_channel))
-    tl.store(running_var + channel, of_var, mask=is_channel)
+    new_mean = rest * tl.load(running_mean + channel, mask=is_channel)
+    new_mean += momentum * tl.load(mean + channel, mask=is_channel)
+    tl.store(running_mean + channel, new_mean, mask=is_channel)
+    new_var = rest * tl.load(running_var + channel, mask=is_channel)
+    new_var += momentum * (factor * tl.load(var + channel, mask=is_channel))
+    tl.store(running_var + channel, new_var, mask=is_channel)
     if count is not None:
         tl.store(count, tl.load(count) + 1, mask=tl.program_id(0) == 0)
 

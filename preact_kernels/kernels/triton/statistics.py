@@ -154,10 +154,10 @@ def merge_moments_kernel(
     for begin in range(0, size, TILE):
         index = begin + tl.arange(0, TILE)
         zeros = tl.zeros([TILE], tl.float32)
-        of_channel = tl.zeros([TILE], tl.float64) + (near + shift)
+        channel_mean = tl.zeros([TILE], tl.float64) + (near + shift)
         if bias is not None:
-            of_channel -= tl.load(bias + index, mask=index < size, other=0.0).to(tl.float64)
-        tl.store(mean + row + index, of_channel.to(tl.float32), mask=index < size)
+            channel_mean -= tl.load(bias + index, mask=index < size, other=0.0).to(tl.float64)
+        tl.store(mean + row + index, channel_mean.to(tl.float32), mask=index < size)
         tl.store(var + row + index, zeros + variance.to(tl.float32), mask=index < size)
 
 
