@@ -267,7 +267,7 @@ class _Execution:
         if len(readers) > 1 or self._reads[end] > 1 or 0 in end.shape:
             return None
         (reader,) = readers
-        if not reader.name or reader.blocks or reader.inputs[0] is not end:
+        if not reader.name or reader.inputs[0] is not end:
             return None
         if not isinstance(reader.units[0].norm.settings.norm, GroupNorm):
             return None

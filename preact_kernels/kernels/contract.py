@@ -224,6 +224,7 @@ class Wanted(NamedTuple):
     weight: bool  # the gradient of the convolution's weight
     dy: bool = False  # the whole dy; only where a step is deferred
     activated: bool = False  # g may be the gradient of the activation: `Gradients.activated`
+    sums: bool = True  # False: the sums of g may be zeros
 
 
 class Gradients(NamedTuple):

@@ -80,7 +80,7 @@ class FlatOps(UnitKernels):
     def group_stats(self, x: Tensor, groups: int, bias: Tensor | None = None) -> Statistics:
         if bias is None:
             return Statistics(*self._ops.group_stats.default(x, groups))
-        mean, var = self.group_stats(x + bias.to(x.dtype).view(-1, 1, 1), groups)
+        mean, var = self.group_stats(x.to(bias.dtype) + bias.view(-1, 1, 1), groups)
         return Statistics(mean - bias, var)
 
     def norm_act_forward(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:

@@ -195,6 +195,8 @@ class UnitKernels(Kernels):
             g, image = as_image(g), as_image(x)
             if not activated:
                 g, sums = self.norm_act_backward(g, image, norm, True)
+            elif not wanted.sums:
+                sums = norm.mean.new_zeros(norm.sums_shape(image))
             elif wanted.weight:
                 a, sums = self.norm_act_recompute(g, image, norm)
                 a = from_image(a, x.shape, True)

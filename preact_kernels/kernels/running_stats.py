@@ -49,12 +49,17 @@ def scaled(vectors: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
 def is_one_norm(
     running: Sequence[Tensor], batch: Sequence[Tensor], counts: Sequence[Tensor]
 ) -> bool:
-    """Whether kernels for one norm may update its buffers: contiguous, on one device."""
+    """Whether kernels for one norm may update its buffers: contiguous, on one device.
+
+    PyTorch's operators raise for buffers that were made in inference mode.
+    """
     if len(running) != 2 or len(counts) > 1:
         return False
     device = batch[0].device
     for t in (*running, *batch):
         if t.dtype != torch.float32 or not t.is_contiguous() or t.is_neg() or t.device != device:
             return False
+    if any([t.is_inference() for t in (*running, *counts)]):
+        return False
     has_counter = not counts or (counts[0].dtype == torch.int64 and counts[0].device == device)
     return has_counter and running[0].data_ptr() != running[1].data_ptr()

@@ -25,6 +25,8 @@ from preact_kernels.ops.plain_operators import runs_plain
 class NormAct(nn.Module):
     """A norm and an activation; saves only the input for backward.
 
+    Do not change the input in place before the backward, also under autocast.
+
     Equals `act(norm(x) * (1 + scale) + shift)` for its children: `norm`, and `act` if the
     activation is a module. Children are shared, not copied. If a child has hooks or is a subclass,
     the children are called.

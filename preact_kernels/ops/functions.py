@@ -50,7 +50,8 @@ def group_norm_act(
 
     Equals `act(F.group_norm(x, num_groups, weight, bias, eps) * (1 + scale) + shift)`. With
     `num_groups` equal to the channels it is an instance norm, with 1 a layer norm of whole images.
-    The result of an image does not depend on other images, bit for bit. Group norm: Wu and He,
+    The result of an image does not depend on other images, bit for bit. Do not change `x` in place
+    before the backward, also under autocast, where PyTorch saves a copy. Group norm: Wu and He,
     "Group Normalization" (arXiv 1803.08494).
 
     Args:

@@ -238,8 +238,9 @@ def _backward(call: UnitCall, dy: Tensor, tensors: Sequence, needs: Sequence[boo
             sums = norm.mean.new_zeros(norm.sums_shape(image))
     else:
         dy = layout.nhwc(dy.unsqueeze(2) if call.dims == 3 else dy)
-        wanted = Wanted(needs_x or needs_sums, needs_conv, activated=True)
-        if any(wanted):
+        reads_sums = unit.uses_batch or needs_sums
+        wanted = Wanted(needs_x or needs_sums, needs_conv, activated=True, sums=reads_sums)
+        if wanted.input or wanted.weight:
             inputs = Inputs(x, norm, call.image_weight(conv_weight))
             g, sums, dconv_weight, _, activated = kernels.norm_act_conv_backward(
                 unit, Gradient(dy), inputs, wanted, call.mask(bits)

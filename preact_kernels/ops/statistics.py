@@ -228,7 +228,8 @@ def _average_cumulatively(
     """
     momentum = 1 / (count.double() + 1)
     for r, b in zip(running, batch, strict=True):
-        r.copy_(momentum * b.double() + (1 - momentum) * r.double())
+        share = momentum.to(r.device)
+        r.copy_(share * b.double() + (1 - share) * r.double())
 
 
 def _check_running(norms: Sequence[Updated]) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from preact_kernels.ops import dispatch
-from tests.oracle import assert_within_budget
+from tests.oracle import assert_within_budget, stacked
 
 pytestmark = [
     pytest.mark.backends("triton", "cuda"),
@@ -76,22 +76,93 @@ def results(block, x, power=1):
 
 def check(block, dtype=torch.float32, power=1, **options):
     """Compares a converted block with float64; returns the biases that convolutions add."""
-    x = torch.randn(2, 8, 6, 5).to(dtype).contiguous(memory_format=torch.channels_last)
     block = block.to(dtype)
-    own = pk.convert(copy.deepcopy(block), **options)
-    with AddedBiases() as added:
-        found = results(own, x, power)
-    truth = results(copy.deepcopy(block).double(), x.double(), power)
-    eager = results(block, x, power)
+    own, wide = pk.convert(copy.deepcopy(block), **options), copy.deepcopy(block).double()
+    found, truth, eager, counts = [], [], [], set()
+    for _ in range(4):
+        x = torch.randn(2, 8, 6, 5).to(dtype).contiguous(memory_format=torch.channels_last)
+        with AddedBiases() as added:
+            found.append(results(own, x, power))
+        counts.add(added.count)
+        truth.append(results(wide, x.double(), power))
+        eager.append(results(block, x, power))
+    found, truth, eager = map(stacked, (found, truth, eager))
     errors = {n: float((t.double() - truth[n]).norm()) for n, t in eager.items()}
     assert_within_budget({n: t.detach() for n, t in found.items()}, truth, errors)
-    return added.count
+    (count,) = counts
+    return count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory", ["store", "rebuild", "checkpoint"])
 def test_no_convolution_adds_a_bias(dtype, memory):
     assert check(Block(), dtype, memory=memory) == 0
+
+
+class BetweenNorms(nn.Module):
+    """A convolution with a bias before a norm that reads or updates running statistics."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.norm = Unit(), norm
+        self.conv = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        return self.conv(F.silu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm2d(8), nn.InstanceNorm2d(8, affine=True, track_running_stats=True)],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_running_statistics_contain_the_bias(norm):
+    plain = BetweenNorms(copy.deepcopy(norm))
+    own, x = pk.convert(copy.deepcopy(plain)), torch.randn(4, 8, 6, 5)
+    torch.testing.assert_close(own(x), plain(x))
+    for (name, found), expected in zip(own.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name)
+    torch.testing.assert_close(own.eval()(x), plain.eval()(x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"padding": "same", "kernel_size": 2}, {"padding": (1, 1), "stride": 2}, {"groups": 2}],
+    ids=str,
+)
+def test_other_convolutions(options):
+    options = {"kernel_size": 3, "padding": 1} | options
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(2))
+            self.convs = nn.ModuleList(nn.Conv2d(8, 8, **options) for _ in range(2))
+
+        def forward(self, x):
+            for norm, conv in zip(self.norms, self.convs, strict=True):
+                x = conv(F.silu(norm(x)))
+            return x
+
+    check(Net())
+
+
+def test_a_result_that_a_norm_and_an_addition_read_has_its_bias():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = Unit(), Unit(groups=1)
+
+        def forward(self, x):
+            h = self.first(x)
+            return h + self.last(h)
+
+    assert check(Net()) == 1
+
+
+def test_an_empty_batch():
+    block, x = Block(), torch.randn(0, 8, 6, 5)
+    assert pk.convert(copy.deepcopy(block))(x).shape == x.shape
 
 
 def test_gradients_of_gradients_know_the_bias():

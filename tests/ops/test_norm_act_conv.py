@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import preact_kernels as pk
 from preact_kernels.kernels import layout
@@ -16,6 +17,7 @@ from tests.cases import (
     NAN,
     NORM_CONV_CASES,
     Autocast,
+    CalledOps,
     NormCase,
     NormConvCase,
     enough,
@@ -247,3 +249,23 @@ def test_hooks_of_saved_tensors_may_change_the_memory_format(shape, backend):
         with torch.autograd.graph.saved_tensors_hooks(in_nchw, lambda t: t):
             found = gradients()
     assert torch.equal(found, expected)
+
+
+@pytest.mark.backends("cpu")
+def test_a_backward_computes_no_more_than_is_wanted(backend):
+    module = pk.BNReLUConv2d(16, 16, 3, padding=1, bias=True)
+    module.requires_grad_(False)
+    module.conv.bias.requires_grad_()
+    y = module(torch.randn(2, 16, 5, 4))
+    with CalledOps() as called:
+        y.sum().backward()
+    assert not {name for name in called.names if name.startswith("preact_kernels")}
+
+    conv = nn.Conv2d(16, 16, 3, groups=2)  # PyTorch's
+    module = pk.NormActConv(nn.BatchNorm2d(16), "relu", conv).eval().requires_grad_(False)
+    x = torch.randn(2, 16, 5, 4, requires_grad=True)
+    y = module(x)
+    with CalledOps() as called:
+        y.sum().backward()
+    own = {name for name in called.names if name.startswith("preact_kernels_cpu::norm")}
+    assert own == {"preact_kernels_cpu::norm_act_backward_input"}  # no sums

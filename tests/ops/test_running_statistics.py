@@ -110,6 +110,37 @@ def test_an_infinite_value_leaves_the_mean_infinite_as_in_eager(backend):
         assert found[1][3].isnan() and expected[1][3].isnan()
 
 
+@pytest.mark.backends("cpu", "triton", "cuda")
+def test_an_update_bumps_the_versions_of_all_buffers(backend):
+    module = pk.BNReLU2d(6)
+    before = [t._version for t in module.buffers()]
+    module(torch.randn(2, 6, 5, 4))
+    assert [t._version for t in module.buffers()] == [version + 1 for version in before]
+
+
+@pytest.mark.backends("cpu", "triton", "cuda")
+def test_buffers_that_share_memory_are_updated_in_turn(backend):
+    x, momentum = torch.randn(3, 6, 5, 4), 0.25
+    found, expected = torch.zeros(6), torch.zeros(6)
+    pk.bn_relu(x, None, None, found, found.view(6), training=True, momentum=momentum)
+    mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3))
+    for batch in (mean, var):
+        expected = (1 - momentum) * expected + momentum * batch
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.backends("cpu", "triton", "cuda")
+def test_buffers_made_in_inference_mode_are_refused_outside(backend):
+    module = pk.BNReLU2d(6)
+    with torch.inference_mode():
+        for name, t in list(module.named_buffers()):
+            module.get_submodule(name.rpartition(".")[0]).register_buffer(
+                name.rpartition(".")[2], t.clone()
+            )
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        module(torch.randn(2, 6, 5, 4))
+
+
 def test_a_backward_refuses_running_statistics_that_have_moved_since(backend):
     module = pk.BNReLU2d(6).eval()
     y = module(torch.randn(2, 6, 5, 4, requires_grad=True))
