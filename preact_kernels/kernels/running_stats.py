@@ -61,5 +61,4 @@ def is_one_norm(
             return False
     if any([t.is_inference() for t in (*running, *counts)]):
         return False
-    has_counter = not counts or (counts[0].dtype == torch.int64 and counts[0].device == device)
-    return has_counter and running[0].data_ptr() != running[1].data_ptr()
+    return not counts or (counts[0].dtype == torch.int64 and counts[0].device == device)
