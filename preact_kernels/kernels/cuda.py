@@ -85,9 +85,8 @@ class CUDAKernels(NativeKernels):
 
     adds_bias = True
 
-    def __init__(self, ops: Any) -> None:
-        super().__init__(ops)
-        self.one_norm_update = ops.norm_buffers_update.default
+    def one_norm_update(self, *given: Any) -> None:
+        self._ops.norm_buffers_update.default(*given)
 
     def group_stats(self, x: Tensor, groups: int, bias: Tensor | None = None) -> Statistics:
         if bias is None:
