@@ -384,7 +384,7 @@ class Kernels(Protocol):
     def norm_act_recompute(self, dy: Tensor, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """`act(p)` as in `norm_act_forward`, and the sums of `norm_act_backward`, in one pass.
 
-        Between the gradients of a convolution's input, `dy`, and of its weight, which needs
+        `dy` is the gradient of the input of a convolution, and the gradient of its weight needs
         `act(p)`.
         """
 

@@ -139,7 +139,7 @@ class UnitKernels(Kernels):
             y = self.norm_act_conv_forward(narrow, inputs, Epilogue(conv_bias), mask).y
         else:
             a = self._activated(x, norm, mask).to(unit.dtype)
-            convert = self._to_convolution_format(unit.conv, a, conv_weight)
+            convert = self._to_convolution_format(unit, x, conv_weight)
             a = convert(a)
             y = self.nhwc(_convolve(a, _as_images(conv_weight, convert), conv_bias, unit.conv))
             del a
@@ -176,16 +176,18 @@ class UnitKernels(Kernels):
             narrow_wanted = wanted._replace(dy=False)
             found = self.norm_act_conv_backward(narrow, rounded, inputs, narrow_wanted, mask)
             return found._replace(dy=whole if wanted.dy else None)
-        like = x if x.dtype == unit.dtype else torch.empty_like(x, dtype=unit.dtype)
-        convert = self._to_convolution_format(unit.conv, like, conv_weight)
+        convert = self._to_convolution_format(unit, x, conv_weight)
         conv_dy, weight = convert(whole), _as_images(conv_weight, convert)
         # The input's gradient first: one kernel then computes the activation, for the gradient of
         # the weight, and the sums, and g is not stored.
         a = g = sums = dconv_weight = None
         activated = wanted.input and wanted.activated and self.computes_g_again(norm.activation)
         if wanted.input:
+            like = x  # only its shape, dtype and memory format are read
             if convert is not _unchanged:
                 like = x.new_empty(x.shape, dtype=unit.dtype)
+            elif x.dtype != unit.dtype:
+                like = torch.empty_like(x, dtype=unit.dtype)
             da = _convolution_backward(conv_dy, like, weight, unit.conv, of_input=True)
             del like
             g = self.nhwc(da.to(x.dtype))
@@ -210,17 +212,14 @@ class UnitKernels(Kernels):
         return Gradients(g, sums, dconv_weight, whole if wanted.dy else None, activated)
 
     def _to_convolution_format(
-        self, conv: Conv, a: Tensor, weight: Tensor
+        self, unit: Unit, x: Tensor, weight: Tensor
     ) -> Callable[[Tensor], Tensor]:
-        """Returns what converts images to the memory format for PyTorch's convolution.
-
-        Reads only the shape and the dtype of its input `a`.
-        """
-        if a.device.type != "cpu":
+        """Returns what converts images to the memory format for PyTorch's convolution."""
+        if x.device.type != "cpu":
             return _unchanged
-        if may_be_wrong_in_nhwc(conv, a.shape, weight.shape, a.dtype):
+        if may_be_wrong_in_nhwc(unit.conv, x.shape, weight.shape, unit.dtype):
             return with_plain_strides
-        return self.nchw if _converts_activation(a, weight) else _unchanged
+        return self.nchw if _converts_activation(x, weight) else _unchanged
 
     def _activated(
         self, x: Tensor, norm: Norm, mask: Mask | None, a: Tensor | None = None
