@@ -111,11 +111,15 @@ def test_an_infinite_value_leaves_the_mean_infinite_as_in_eager(backend):
 
 
 @pytest.mark.backends("cpu", "triton", "cuda")
-def test_an_update_bumps_the_versions_of_all_buffers(backend):
-    module = pk.BNReLU2d(6)
+def test_an_update_equals_pytorchs_and_bumps_the_versions_of_all_buffers(backend):
+    module, x = pk.BNReLU2d(6), torch.randn(2, 6, 5, 4)
+    plain = plain_copy(module)
     before = [t._version for t in module.buffers()]
-    module(torch.randn(2, 6, 5, 4))
+    module(x), plain(x)
     assert [t._version for t in module.buffers()] == [version + 1 for version in before]
+    for (name, found), expected in zip(module.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name)
+    assert int(next(t for n, t in module.named_buffers() if "num_batches" in n)) == 1
 
 
 @pytest.mark.backends("cpu", "triton", "cuda")
