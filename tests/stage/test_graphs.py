@@ -264,7 +264,7 @@ class FakeCuda:
         step()
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="other tests of this file need the GPU")
+@pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU, the tests below run instead")
 @pytest.mark.parametrize(
     ("breaks", "error", "message"),
     [
@@ -289,7 +289,7 @@ def test_a_capture_that_fails_gives_back_what_it_took(breaks, error, message, mo
         assert_same_bits(model.state_dict(), before)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="other tests of this file need the GPU")
+@pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU, the tests below run instead")
 def test_a_synchronisation_of_sync_batch_norm_is_no_error(monkeypatch):
     model = network()
     model.other = nn.SyncBatchNorm(3)
@@ -299,7 +299,7 @@ def test_a_synchronisation_of_sync_batch_norm_is_no_error(monkeypatch):
     assert cuda.now is cuda.main
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="other tests of this file need the GPU")
+@pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU, the tests below run instead")
 def test_a_capture_that_fails_names_norms_that_read_on_the_host(monkeypatch):
     model = network()
     model.averaging, model.frozen = (
