@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from bench import floors, measure
 from bench.contenders import Network
 from bench.instructions import Count, counts, issue_us
+from preact_kernels.kernels.contract import Kernels
 from preact_kernels.ops import dispatch
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -96,6 +97,8 @@ class Recorder(TorchDispatchMode):
         self.calls = 0
         self.counts: dict[str, Count | None] = {}  # instructions by `Launch.code`
         self._running: str | None = None  # name of the backend's running function
+        # So that no address is used twice: units are found by the addresses of tensors.
+        self._kept: list[Any] = []
 
     def add(self, launch: Launch, tensors: dict[int, int | None]) -> None:
         """Records a launch."""
@@ -141,6 +144,8 @@ class Recorder(TorchDispatchMode):
         reads = not (name.startswith("aten::new_") or name.endswith("_like"))  # its arguments
         given = (args, kwargs) if reads else ()
         self.add(Launch(name, "", 0, 0, False, 0), sizes((given, result)))
+        if not self._records_all:
+            self._kept.append((args, kwargs, result))
         if name == "aten::convolution" and args[2] is not None and self._records_all:
             # On a GPU, PyTorch adds the bias of a convolution of cuDNN in place.
             moved = 2 * result.numel() * result.element_size()
@@ -150,6 +155,8 @@ class Recorder(TorchDispatchMode):
 
 class _Calls:
     """A backend that tells the recorder of every call."""
+
+    norm_buffers_update = Kernels.norm_buffers_update  # by the functions below
 
     def __init__(self, kernels: Any, recorder: Recorder) -> None:
         self._kernels, self._recorder = kernels, recorder

@@ -62,6 +62,10 @@ def test_a_block_has_its_launches_and_bytes(backend, tmp_path):
         assert count == {"cuda": 6, "triton": 7}[backend]
         assert {row.kernel[:2] for row in own} == set(KERNELS_OF_UNITS)
     assert all(r.dependent > 0.9 for r in unit_rows if r.stage in "123")
+    # The running statistics of a stage are updated as on a GPU, once and outside of all blocks.
+    operators = {r.kernel.split()[-1] for r in rows if "aten::" in r.kernel}
+    convolutions = {"aten::convolution", "aten::convolution_backward"}
+    assert operators - convolutions <= {"aten::new_zeros"}
     first = [r for r in unit_rows if r.stage == "1"]
     # In multiples of the inner channels, as in bench/floors.py; the last of 17 blocks has no
     # deferred affine step. Triton also stores and reads a gradient.
