@@ -24,12 +24,12 @@ from preact_kernels.ops.plain_operators import (
 )
 from preact_kernels.ops.statistics import (
     InvCount,
+    Update,
     affine,
     batch_statistics,
     inv_count_of,
     running_statistics,
     unbiased_factor,
-    update_running_statistics,
 )
 from preact_kernels.torch_compat import is_distributed, is_transformed
 
@@ -208,21 +208,19 @@ class NormArguments(_Arguments):
 
     def update(
         self, kernels: Kernels, x: Tensor, statistics: Statistics | None, fixed: InvCount | None
-    ) -> None:
-        """Updates the running statistics after `statistics` normalised `x`.
+    ) -> Update | None:
+        """The update of the running statistics, if any, after `statistics` normalised `x`.
 
-        Statistics of each image update by their mean. None for `statistics` is an empty batch,
-        which is only counted.
+        Statistics of each image update by their mean. None for `statistics` is an empty batch.
         """
         if not self.training or (self.running_mean is None and self.batch_count is None):
-            return
+            return None
         if statistics is None:
-            update_running_statistics(kernels, [self], [], [])
-            return
+            return Update(kernels, self, None, None, 1.0)
         (mean, var), inv_count = statistics, inv_count_of(x, fixed)
         if mean.dim() == 2:
             mean, var, inv_count = mean.mean(0), var.mean(0), inv_count * x.shape[0]
-        update_running_statistics(kernels, [self], [mean], [var], [unbiased_factor(inv_count)])
+        return Update(kernels, self, mean, var, unbiased_factor(inv_count))
 
 
 def _in_float32(x: Tensor, norm: NormArguments) -> tuple[Tensor, NormArguments]:

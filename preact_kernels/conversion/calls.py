@@ -19,13 +19,18 @@ from preact_kernels.conversion.named_activations import ActivationForward
 from preact_kernels.conversion.norm_modules import is_norm
 from preact_kernels.conversion.owners import Owners
 from preact_kernels.conversion.region import Region
+from preact_kernels.conversion.replay import Tapes
 from preact_kernels.conversion.report import Outcome
+from preact_kernels.conversion.tape import is_constant
 from preact_kernels.conversion.user_modules import Conversion, ReplacedForward
+from preact_kernels.ops import dispatch
 
 # Outcomes of the last call of each norm.
 outcomes: weakref.WeakKeyDictionary[nn.Module, list[Outcome]] = weakref.WeakKeyDictionary()
 # `Owners` by the module that opened a region.
 _owners: weakref.WeakKeyDictionary[nn.Module, Owners] = weakref.WeakKeyDictionary()
+_tapes: weakref.WeakKeyDictionary[nn.Module, Tapes] = weakref.WeakKeyDictionary()
+_unfused: "weakref.WeakKeyDictionary[nn.Module, _Unfused]" = weakref.WeakKeyDictionary()
 
 
 class _Call(NamedTuple):
@@ -37,6 +42,7 @@ class _Call(NamedTuple):
     frame: types.FrameType | None  # frame that called the module
     outer_memory: str  # memory mode to restore
     handles: list[Any]  # each undoes a change of a child by `remove()`
+    plain_key: Any = None  # of the call, if it opened the region; see `_Unfused`
 
 
 class _Calls(threading.local):
@@ -44,9 +50,73 @@ class _Calls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[_Call] = []
+        # The module that runs plain, since nothing in it runs fused, and the frame that called it.
+        self.plain: tuple[nn.Module, Any] | None = None
 
 
+class _Unfused:
+    """Which calls of a model ran nothing fused, so that later ones need no region.
+
+    A call is tried again now and then, since a forward may depend on what `_plain_key` leaves out.
+    """
+
+    CALLS = 1  # so many calls with a key must have run nothing fused, after another call
+    MOST = 64  # so many calls run plain before one is tried again
+    KEYS = 16
+
+    def __init__(self) -> None:
+        self.may_run_plain = False  # whether the last call ran nothing fused
+        self._counts: dict[Any, int] = {}
+
+    def runs_plain(self, key: Any) -> bool:
+        """Whether to run a call plain; counts it."""
+        count = self._counts.get(key, 0)
+        if count < self.CALLS:
+            return False
+        self._counts[key] = count + 1 if count < self.MOST else self.CALLS - 1
+        return True
+
+    def note(self, key: Any, has_fused: bool) -> None:
+        """Notes whether a call ran anything fused; None for the key: it had none."""
+        self.may_run_plain = not has_fused
+        if key is None:
+            return
+        if has_fused:
+            self._counts.pop(key, None)
+        elif key in self._counts or len(self._counts) < self.KEYS:
+            self._counts[key] = self._counts.get(key, 0) + 1
+
+
+def _plain_key(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Describes a call for `_Unfused`: its arguments, the modes, and all modules; None: it cannot.
+
+    Modules count with their class, flag `training`, conversion, hooks and frozen parameters.
+    """
+    key: list[Any] = [*kwargs]
+    for value in (*args, *kwargs.values()):
+        if type(value) is torch.Tensor and value.layout == torch.strided:
+            key.append((value.shape, value.stride(), value.dtype, value.device))
+            key.append(value.requires_grad)
+        elif is_constant(value):
+            key.append(repr(value))
+        else:
+            return None
+    for m in module.modules():
+        key += (id(m), type(m), m.training, id(user_modules.conversion_of(m)))
+        key.append(torch_compat.has_module_hook(m))
+        key += [p is None or p.requires_grad for p in m._parameters.values()]
+    key += (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dispatch.current())
+    key.append(torch_compat.is_any_autocast_enabled())
+    return tuple(key)
+
+
+_NO_MODES = 0, None, False, -1  # as `torch_compat.current_modes`
 _calls = _Calls()
+
+
+def _may_be_in_checkpoint() -> bool:
+    """Whether a call may be the forward or the recomputation of a checkpoint."""
+    return torch_compat.current_modes() != _NO_MODES or torch_compat.is_in_backward()
 
 
 def is_inert() -> bool:
@@ -64,9 +134,13 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Runs before each forward of a converted module; the outermost module opens a region."""
     if torch.compiler.is_compiling() or not user_modules.has_leave_hook(module):
         return
+    if _calls.plain is not None:
+        if call_stack.is_running(_calls.plain[1]):
+            return
+        _calls.plain = None  # an interrupt skipped `leave`
     abandon_interrupted()
     stack, frame = _calls.stack, call_stack.caller_of(enter.__code__)
-    conversion = user_modules.conversion_of(module)
+    conversion, plain_key = user_modules.conversion_of(module), None
     is_outermost = not stack or not stack[-1].region.is_recording()
     if not is_outermost:
         region = stack[-1].region
@@ -74,6 +148,12 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         return
     else:
         conversion = conversion or Conversion()
+        if conversion.memory == "store" and not _may_be_in_checkpoint():
+            unfused = _unfused.setdefault(module, _Unfused())
+            plain_key = _plain_key(module, args, kwargs) if unfused.may_run_plain else None
+            if plain_key is not None and unfused.runs_plain(plain_key):
+                _calls.plain = module, frame
+                return
         owners = _owners.get(module)
         if owners is None:
             owners = _owners[module] = Owners(module)
@@ -85,6 +165,11 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
             conversion.extra_types,
             activations=conversion.activations,
         )
+        if not torch_compat.is_in_backward():  # not in a checkpoint's recomputation
+            key = conversion.activations, conversion.extra_types, torch.get_num_threads()
+            has_hooks = torch_compat.top_saved_tensor_hooks() is not None
+            tapes = _tapes.setdefault(module, Tapes())
+            region.replay = tapes.start(region, (*key, region.is_distributed, has_hooks))
         region.__enter__()
         region.frame = frame
     handles = _hook_children(module, region.activations.modules)
@@ -92,9 +177,10 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         for norm in module._modules.values():
             if type(norm) is nn.SyncBatchNorm:
                 handles.append(ReplacedForward(norm, rules.SyncForward(region, norm)))
-    stack.append(_Call(module, region, is_outermost, frame, region.memory, handles))
+    stack.append(_Call(module, region, is_outermost, frame, region.memory, handles, plain_key))
     if conversion is not None:
         region.memory = conversion.memory
+        region.saves_less |= conversion.memory != "store"
     if not is_outermost and _has_other_hooks(module):
         _make_plain((*args, *kwargs.values()), "a hook")
 
@@ -102,6 +188,9 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
 def leave(module: nn.Module, args: tuple, output: Any) -> Any:
     """Runs after each forward of a converted module, also if it raised."""
     stack = _calls.stack
+    if _calls.plain is not None and _calls.plain[0] is module:
+        _calls.plain = None
+        return None
     if torch.compiler.is_compiling() or not stack:
         return None
     if stack[-1].module is not module and all(c.module is not module for c in stack):
@@ -111,7 +200,7 @@ def leave(module: nn.Module, args: tuple, output: Any) -> Any:
     while stack[-1].module is not module:
         _close(stack.pop(), is_stopped)
     call = stack.pop()
-    _close(call, is_stopped)
+    _close(call, is_stopped, has_returned=output is not None)
     if not call.is_outermost and _has_other_hooks(module):
         _make_plain(output, "a hook")
     if call.is_outermost or isinstance(output, Deferred):
@@ -125,7 +214,7 @@ def _with_values(output: Any) -> Any:
     return replaced(lambda t: t.preact_node.result if isinstance(t, Deferred) else t, output)
 
 
-def _close(call: _Call, is_stopped: bool = False) -> None:
+def _close(call: _Call, is_stopped: bool = False, has_returned: bool = False) -> None:
     for handle in call.handles:
         handle.remove()
     call.region.memory = call.outer_memory
@@ -134,18 +223,32 @@ def _close(call: _Call, is_stopped: bool = False) -> None:
     call.region.__exit__(None, None, None)
     call.region.frame = None
     if is_stopped:
+        call.region.replay = None
         return
     conversion = user_modules.conversion_of(call.module)
     try:
         call.region.finish("the end of the model")
+        if call.region.replay is not None and has_returned:
+            call.region.replay.commit()
+        if has_returned and call.module in _unfused:
+            has_fused = call.region.saves_less or any(o.into for _, o in call.region.outcomes)
+            _unfused[call.module].note(call.plain_key, has_fused)
         if conversion is not None and conversion.note_work is not None:
             conversion.note_work(call.region.recomputation.work)
     finally:
+        call.region.replay = None  # they refer to each other
         found: dict[nn.Module, list[Outcome]] = {}
         for module, outcome in call.region.outcomes:
             if module is not None:
                 found.setdefault(module, []).append(outcome)
         outcomes.update(found)
+
+
+def forget(module: nn.Module) -> None:
+    """Drops what was remembered of the regions that a module opened."""
+    _owners.pop(module, None)
+    _tapes.pop(module, None)
+    _unfused.pop(module, None)
 
 
 def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) -> list[Any]:
@@ -158,7 +261,7 @@ def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) ->
     waiting = list(module._modules.values())
     while waiting:
         child = waiting.pop()
-        if child is None:
+        if child is None or (not activations and user_modules.is_ordinary_leaf(child)):
             continue
         if child._compiled_call_impl is not None:
             user_modules.replace_compiled_call(child, _suspend, _resume)

@@ -14,6 +14,7 @@ from preact_kernels.conversion import user_modules
 from preact_kernels.conversion.calls import (
     abandon_interrupted,
     enter,
+    forget,
     is_inert,
     leave,
     outcomes,
@@ -184,6 +185,7 @@ def revert(model: _Model) -> _Model:
     for module in model.modules():
         user_modules.revert(module)
         outcomes.pop(module, None)
+        forget(module)
     return model
 
 

@@ -4,7 +4,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -49,6 +49,7 @@ class Recording(Protocol):
     evaluated: set[int]
     lock: threading.RLock
     memory: str
+    pending: "list[Node]"
     is_traced: bool
     outcomes: list[tuple[nn.Module | None, Outcome]]
     owners: Owners
@@ -65,6 +66,8 @@ class Recording(Protocol):
     def saves_values(self) -> bool: ...
     def caller(self) -> types.FrameType | None: ...
     def context_for(self, device: torch.device) -> Context | None: ...
+    def is_in_context(self) -> bool: ...
+    def replayed_norm(self, norm: "Node", updated: Set[int], evaluated: Set[int]) -> None: ...
     def normalises(self, t: Tensor) -> bool: ...
     def note(self, owner: Owner | None, reason: str) -> None: ...
     def before_statistics(self, statistics: Sequence[Tensor], is_updated: bool) -> None: ...
@@ -108,6 +111,7 @@ class Node:
             None: this node.
         reference: a reference to the result's deferred tensor, while it exists.
         memory: the memory mode.
+        index: number of the node in its region, if a `replay.Replay` counts them.
         is_view: whether the result is an autograd view in plain PyTorch.
         is_done: whether the node was computed, alone or in a fused operation.
         value: the result, while it is needed.
@@ -122,6 +126,7 @@ class Node:
 
     is_changed = False
     instance: Tensor | None = None
+    index = -1
     is_done = False
     is_view = False
     memory = "store"
@@ -150,14 +155,45 @@ class Node:
         self.operation, self.settings, self.inputs = operation, settings, inputs
         self.shape, self.dtype, self.channels_last = shape, dtype, channels_last
         self.needs_grad = needs_grad
-        for i in inputs:
+        self._add_to_inputs()
+        self.state = _state(inputs)
+
+    @classmethod
+    def replayed(
+        cls,
+        region: Recording,
+        context: Context,
+        fields: dict[str, Any],
+        tensors: Sequence[Tensor],
+    ) -> "Node":
+        """A node like one of an earlier forward, with the same attributes `fields`."""
+        node = cls.__new__(cls)
+        inputs: list[Any] = []
+        state: tuple[int, ...] = ()
+        for t in tensors:
+            if type(t) is Deferred:
+                i = t.preact_node
+                if i.user is None:
+                    i.user = node
+                else:
+                    i.other_users = (*i.other_users, node)
+                inputs.append(i)
+            else:
+                inputs.append(t)
+                state += (t._cdata, _place(t) if t.is_inference() else t._version)
+        own = fields.copy()
+        own["region"], own["context"], own["inputs"], own["state"] = region, context, inputs, state
+        node.__dict__ = own
+        return node
+
+    def _add_to_inputs(self) -> None:
+        for i in self.inputs:
             if type(i) is Node:
                 # A single user needs no tuple, which the garbage collector would visit.
                 if i.user is None:
                     i.user = self
                 else:
                     i.other_users = (*i.other_users, self)
-        self.state = _state(inputs)
 
     @property
     def users(self) -> "tuple[Node, ...]":
@@ -179,7 +215,7 @@ class Node:
 
     def check_inputs(self) -> None:
         """Raises if an input was changed in place or swapped without the region noticing."""
-        if _state(self.inputs) != self.state:
+        if self.state and _state(self.inputs) != self.state:
             raise RuntimeError(
                 f"the input of a deferred {self.operation.name} was modified by an inplace "
                 "operation outside of PyTorch's Python API; run it outside of the converted "
@@ -187,9 +223,9 @@ class Node:
             )
 
 
-def _state(inputs: Sequence[Any]) -> list[int]:
+def _state(inputs: Sequence[Any]) -> tuple[int, ...]:
     """Returns the address and the version of each computed input."""
-    state: list[int] = []
+    state: tuple[int, ...] = ()  # which the garbage collector does not visit, unlike a list
     for i in inputs:
         if type(i) is not Node:
             state += (i._cdata, _place(i) if i.is_inference() else i._version)

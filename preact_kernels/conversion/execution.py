@@ -9,8 +9,8 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from preact_kernels.conversion.operations import (
     NORM,
     SCALE,
     SHIFT,
+    constants,
     plain_norm,
     tracked_statistics,
 )
@@ -41,28 +42,48 @@ from preact_kernels.ops import dispatch
 from preact_kernels.ops.arguments import UnitArguments
 from preact_kernels.ops.memory_mode import MemoryMode
 from preact_kernels.ops.node import FirstRun, run_unit
-from preact_kernels.ops.preact_stage import preact_stage
+from preact_kernels.ops.preact_stage import PreparedStage, preact_stage
+from preact_kernels.ops.statistics import Update, update_all
+from preact_kernels.ops.unit import PreparedUnit
+from preact_kernels.torch_compat import storage_id
+
+if TYPE_CHECKING:
+    from preact_kernels.conversion.replay import Replay
 
 # Kernels for NCHW take a plane at a time; images with fewer pixels run faster in NHWC (measured).
 _FEW_PIXELS = 32
 
 
-def execute(region: Recording, nodes: Sequence[Node], reader: object) -> None:
+def execute(
+    region: Recording, nodes: Sequence[Node], reader: object, replay: "Replay | None" = None
+) -> None:
     """Computes `nodes` in order, and records in `region` what ran fused.
 
     Args:
         region: the region that recorded the nodes.
         nodes: pending nodes, and all pending nodes that they read.
         reader: the function that reads the results, or a description for the report.
+        replay: remembers the steps.
     """
     for node in nodes:
         node.check_inputs()
+    steps = None if replay is None else replay.plan(nodes, region.pending, reader)
+    if steps is None:
+        noted = len(region.outcomes)
+        steps = _matched(region, nodes, reader)
+        if replay is not None:
+            replay.matched(nodes, steps, region.outcomes[noted:], reader)
+    _Execution(region, nodes, steps).run()
+
+
+def _matched(region: Recording, nodes: Sequence[Node], reader: object) -> list[Match]:
+    """Returns the steps of an execution, and notes what runs fused."""
     matches, refused = Matcher(nodes).match()
     if not _runs_in_nhwc(nodes, matches):
         matches = _without_slow_sums(matches, refused)
     steps = _steps(nodes, matches)
     _note(region, matches, refused, reader)
-    _Execution(region, nodes, steps).run()
+    return steps
 
 
 def _runs_in_nhwc(nodes: Sequence[Node], matches: Sequence[Match]) -> bool:
@@ -135,6 +156,25 @@ def _module(node: Node | None) -> nn.Module | None:
     return None if owner is None else owner.module
 
 
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+def _without_new_versions(nodes: Iterable[Node]) -> Any:
+    """PyTorch does not bump the versions of running statistics when it updates them."""
+    found = [t for n in nodes for t in tracked_statistics(n)]
+    statistics = tuple([t for t in found if not t.is_inference()])  # these have no version
+    return torch_compat.without_new_version(statistics) if statistics else _NO_CONTEXT
+
+
+def _reads_updated(nodes: Iterable[Node]) -> bool:
+    """Whether an operation reads memory of running statistics that another one updates."""
+    updated = {storage_id(t) for n in nodes for t in tracked_statistics(n)}
+    if not updated:
+        return False
+    read = [t for n in nodes for t in (*n.inputs, *constants(n)) if type(t) is not Node]
+    return not updated.isdisjoint(map(storage_id, cast(list[Tensor], read)))
+
+
 class _Execution:
     def __init__(self, region: Recording, nodes: Sequence[Node], steps: Sequence[Match]) -> None:
         self._region, self._steps = region, steps
@@ -145,6 +185,8 @@ class _Execution:
         self._saves_output = False  # whether the last step may have saved its result
         self._in_nhwc = _runs_in_nhwc(nodes, [s for s in steps if s.name])
         self._saved = {s.inputs[0] for s in steps if s.name}  # inputs that fused operations save
+        # Updates of running statistics, done at the end unless a step may read one.
+        self._updates: list[Update] | None = None if _reads_updated(nodes) else []
         self._biases: dict[Node | Tensor, Tensor] = {}  # of convolutions, which the next norm adds
         # The backward of a custom autograd function may compute nodes again, from values that
         # PyTorch's operators would save.
@@ -155,11 +197,10 @@ class _Execution:
         try:
             for step in self._steps:
                 inputs = [self._input(i, step) for i in step.inputs]
-                # PyTorch does not bump the versions of running statistics when it updates them.
-                statistics = [t for n in step.nodes for t in tracked_statistics(n)]
-                kept: Any = contextlib.nullcontext()
-                if statistics:
-                    kept = torch_compat.without_new_version(tuple(statistics))
+                kept: Any = _NO_CONTEXT
+                # Other steps update at the end.
+                if step.blocks or step.end.operation is NORM or self._updates is None:
+                    kept = _without_new_versions(step.nodes)
                 policy = POLICIES.get(step.end.memory) if self._saves_values else None
                 if policy is None:
                     with kept:
@@ -185,7 +226,15 @@ class _Execution:
             for node, value in self._values.items():  # for a later attempt
                 bias = self._biases.get(node)
                 node.value = value if bias is None else layout.with_bias(value, bias.detach())
+            self._update_statistics()
             raise
+        self._update_statistics()
+
+    def _update_statistics(self) -> None:
+        """Updates the running statistics of the units so far."""
+        if self._updates:
+            with _without_new_versions(self._own):
+                update_all(self._updates)
 
     def _input(self, value: Node | Tensor, step: Match) -> Tensor:
         t: Any = value.value if isinstance(value, Node) else value
@@ -230,19 +279,23 @@ class _Execution:
         if not step.name:
             return self._plain(step.end, inputs, first is not None)
         if not step.blocks:
-            x, *residual = inputs
-            given, in_nhwc = step.units[0].arguments(x), self._is_nhwc_result(step)
+            x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
+            prepared = cast("PreparedUnit | None", step.prepared)
+            given = step.units[0].arguments(x) if prepared is None else prepared.given
+            in_nhwc = self._is_nhwc_result(step)
             bias = self._bias_for_next_norm(step, x, given)
             if bias is not None:
                 self._biases[step.end] = bias
             return run_unit(
                 x,
                 given,
-                *residual,
+                residual,
                 channels_last=in_nhwc,
                 first=first,
                 x_bias=self._biases.get(step.inputs[0]),
                 omits_bias=bias is not None,
+                checked=None if prepared is None else prepared.checked(x, residual, in_nhwc),
+                updates=self._updates,
             )
         start = step.nodes[0]
         module = _module(start)
@@ -250,7 +303,8 @@ class _Execution:
             return self._region.run_stage(step.blocks, inputs[0], module, step.end.dtype)
         name = user_modules.memory_of(module, start.memory)
         self._saves_output = name != "store"
-        return preact_stage(step.blocks, inputs[0], step.end.dtype, MemoryMode(name))
+        blocks = cast("PreparedStage | None", step.prepared) or step.blocks
+        return preact_stage(blocks, inputs[0], step.end.dtype, MemoryMode(name))
 
     def _bias_for_next_norm(self, step: Match, x: Tensor, given: UnitArguments) -> Tensor | None:
         """Returns a convolution's bias if only a group norm of another unit reads its result.

@@ -27,6 +27,8 @@ from preact_kernels.norms import BatchNorm
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.arguments import NO_SCALE_SHIFT, ConvArguments, ScaleShift, UnitArguments
 from preact_kernels.ops.block_arguments import BlockArguments
+from preact_kernels.ops.preact_stage import PreparedStage
+from preact_kernels.ops.unit import PreparedUnit
 
 
 class UnitNodes(NamedTuple):
@@ -188,6 +190,7 @@ class Match(NamedTuple):
         units: all units, including projections.
         blocks: consecutive blocks in one autograd node; empty for a single unit.
         reason: why no convolution runs fused; empty: because of `execute`'s reader.
+        prepared: the arguments of the unit or of the blocks, if they are known.
     """
 
     name: str
@@ -197,6 +200,7 @@ class Match(NamedTuple):
     units: tuple[UnitNodes, ...] = ()
     blocks: tuple[BlockArguments, ...] = ()
     reason: str = ""
+    prepared: PreparedUnit | PreparedStage | None = None
 
     @property
     def is_sum(self) -> bool:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from preact_kernels import torch_compat
+
 
 class Owner:
     """A module, and the cached result of a rule for its last call.
@@ -34,6 +36,18 @@ class Owner:
         if module._parameters.get("weight") is t or module.__dict__.get("weight") is t:
             return True
         return any(o is t for o in (*module._parameters.values(), *module._buffers.values()))
+
+    def has_no_hooks(self, weight: Tensor) -> bool:
+        """Whether `weight` is the module's, and a call runs its class's forward alone."""
+        module = self._module()
+        if module is None:
+            return False
+        own = module.__dict__
+        return (
+            own["_parameters"].get("weight") is weight
+            and "forward" not in own
+            and not torch_compat.has_module_hook(module)
+        )
 
 
 class Owners:

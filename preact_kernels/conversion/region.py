@@ -5,7 +5,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from preact_kernels.conversion.named_activations import (
 from preact_kernels.conversion.owners import Owner, Owners
 from preact_kernels.conversion.policy import POLICIES, Policy
 from preact_kernels.conversion.recomputation import Recomputation, is_small
+from preact_kernels.conversion.replay import Replay
 from preact_kernels.conversion.report import Outcome
 from preact_kernels.conversion.subclasses import (
     Call,
@@ -118,6 +119,8 @@ class Region(TorchFunctionMode):
         self.copies: dict[int, Tensor] = {}
         self.refusal = ""  # class that kept the last call from being deferred, with advice
         self.lock = threading.RLock()
+        self.saves_less = False  # whether any module has a memory mode other than "store"
+        self.replay: Replay | None = None  # answers calls as in an earlier forward
 
     def __enter__(self) -> "Region":
         """Enters the region; first computes pending nodes of outer regions."""
@@ -174,6 +177,14 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
         if not torch_compat.is_torch_function_enabled():  # as in `Tensor.backward` of an instance
             types = tuple(map(type, tensors((args, kwargs))))
+        if func is _COUNT and not kwargs and _counts_batch(args):
+            return func(*args)
+        replay = self.replay
+        if replay is not None and func is replay.func:
+            with disable_torch_function():
+                result = replay.answer(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         rule, self.refusal = registry.RULES.get(func), ""
         reads_deferred = Deferred in types
         if not reads_deferred and not self._ordinary_types.issuperset(types):
@@ -185,7 +196,7 @@ class Region(TorchFunctionMode):
                 return self._call(func, reads_deferred, args, kwargs)
             with disable_torch_function():
                 return func(*args, **kwargs)
-        if rule is not None and (reads_deferred or func in registry.FIRST):
+        if rule is not None and (reads_deferred or self._is_first(func)):
             result = self._record_by(rule, func, types, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -194,6 +205,14 @@ class Region(TorchFunctionMode):
             if (result := recorded(self, args, kwargs, activation)) is not NotImplemented:
                 return result
         return self._call(func, reads_deferred, args, kwargs)
+
+    def _is_first(self, func: Callable) -> bool:
+        """Whether a rule decides about a call without deferred arguments."""
+        if func in registry.NORM_FUNCTIONS:
+            return True
+        # The rules of other functions look for pending norms, or for a checkpoint's recomputation.
+        may_record = bool(self.pending) or torch_compat.is_in_backward()
+        return may_record and func in registry.FIRST
 
     def _record_by(
         self, rule: Callable, func: Callable, types: Sequence[type], args: tuple, kwargs: dict
@@ -204,7 +223,12 @@ class Region(TorchFunctionMode):
         is_ordinary = is_ordinary and self._ordinary_types.issuperset(types)
         if is_ordinary or self.is_traced:  # traced code has no instances of other classes
             with disable_torch_function():
-                return rule(self, args, kwargs)
+                replay = self.replay
+                count = 0 if replay is None else len(replay.nodes)
+                result = rule(self, args, kwargs)
+                if replay is not None and len(replay.nodes) > count:
+                    replay.call_recorded(func, args, kwargs, result, count)
+                return result
         call = Call(func, args, kwargs) if torch_compat.is_torch_function_enabled() else None
         with disable_torch_function():
             plain = self._plain_tensors.in_arguments((args, kwargs), self.tensor_types)
@@ -271,6 +295,15 @@ class Region(TorchFunctionMode):
             self.context = context = Context.current(device)
         return context
 
+    def is_in_context(self) -> bool:
+        """Whether `context_for` returns `self.context`; if False, perhaps; faster."""
+        context, modes = self.context, self._modes
+        return (
+            torch_compat.is_forward_mode_allowed()
+            and context.is_current()
+            and torch_compat.current_modes() == modes
+        )
+
     def record(
         self,
         operation: Operation,
@@ -331,7 +364,21 @@ class Region(TorchFunctionMode):
         result = deferred_result(node, tensors, in_place)
         if meta_result is not None:
             become_instance(result, node, meta_result)
+        if self.replay is not None:
+            self.replay.recorded(node)
         return result
+
+    def replayed_norm(self, norm: Node, updated: Set[int], evaluated: Set[int]) -> None:
+        """Takes a norm like one that was recorded in an earlier forward.
+
+        Args:
+            norm: its node.
+            updated: ids of the running statistics that it updates.
+            evaluated: ids of those that it only reads.
+        """
+        self._normalised.add(id(norm.inputs[0]))
+        self.updated.update(updated)
+        self.evaluated.update(evaluated)
 
     def normalises(self, t: Tensor) -> bool:
         """Whether a pending norm reads a computed tensor, and may save it in NHWC for backward.
@@ -481,15 +528,21 @@ class Region(TorchFunctionMode):
                 return
             nodes.reverse()
             self._forget_unread([n for n in nodes if n not in wanted])
+            replay = self.replay
             try:
                 with nodes[0].context.entered_above_autograd():
-                    execute(self, nodes, reader)
+                    execute(self, nodes, reader, replay)
+            except BaseException:
+                self.replay = None
+                raise
             finally:
                 left = [n for n in nodes if not n.is_done]
                 if left:
                     self._set_pending(left + self.pending)
             for node in nodes:
                 node.release()
+            if replay is not None:
+                replay.executed(nodes, self.pending)
 
     def compute_again(self, node: Node) -> None:
         """Computes a node that was dropped as unread, in plain operators."""
@@ -532,6 +585,8 @@ class Region(TorchFunctionMode):
             self.compute(held, reader)
             for node in self.pending:  # nothing reads these
                 node.release()
+            if self.replay is not None:
+                self.replay.executed(self.pending, ())
             self._set_pending([])
 
     def _abandon(self) -> None:
@@ -555,6 +610,7 @@ class Region(TorchFunctionMode):
 
 
 _CALL = Region.__torch_function__.__code__
+_COUNT = Tensor.add_
 _BACKWARD = {Tensor.backward, torch.autograd.grad}
 _IN_FUNCTION = "a custom autograd function"
 
@@ -578,6 +634,11 @@ class _Storages:
                     self._read.add(storage_id(t))
         self._count = len(pending)
         return not self._updated.isdisjoint(ids) or (is_written and not self._read.isdisjoint(ids))
+
+
+def _counts_batch(args: tuple) -> bool:
+    """Whether a sum in place is that of a norm that counts a batch, outside of checkpoints."""
+    return not torch_compat.is_in_backward() and all(map(_is_irrelevant, args))
 
 
 def _is_irrelevant(value: object) -> bool:

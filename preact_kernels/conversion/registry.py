@@ -21,6 +21,7 @@ METADATA = "metadata"  # replaces the rule of a function that reads no values
 
 # Functions with rules that also apply to calls without a deferred argument.
 FIRST: set[Callable] = set()
+NORM_FUNCTIONS: set[Callable] = set()  # those of them that compute a norm
 
 RULES: dict[Callable, Any] = dict.fromkeys(METADATA_FUNCTIONS, METADATA)
 

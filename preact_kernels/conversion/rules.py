@@ -24,6 +24,7 @@ from preact_kernels.conversion.operations import (
 )
 from preact_kernels.conversion.registry import (
     FIRST,
+    NORM_FUNCTIONS,
     RULES,
     cached,
     common_format,
@@ -65,17 +66,14 @@ def _record_norm(region: Recording, x: Tensor, norm: NormArguments | None) -> An
 
 for _norm in NORMS:
     for _function, _read in _norm.calls.items():
-        FIRST.add(_function)
+        NORM_FUNCTIONS.add(_function)
         rule(_function, arguments=_read)(_record_norm)
 
 
 def record_norm(region: Recording, x: Tensor, norm: NormArguments) -> Any:
     """Defers a norm."""
     weight, bias, running = norm.weight, norm.bias, norm.running()
-    known = norm.running_mean if weight is None else weight
-    owner = region.owners.find(known)
-    if owner is None and (known is None or isinstance(norm, GroupNorm)):  # perhaps a cast copy
-        owner = _calling_owner(region)
+    owner = _norm_owner(region, weight, norm)
     if not isinstance(x, Tensor) or (owner is None and _standardises_weight(x, norm)):
         return NotImplemented
     if region.context_for(x.device) is None:
@@ -121,6 +119,26 @@ def record_norm(region: Recording, x: Tensor, norm: NormArguments) -> Any:
         return NotImplemented
     (region.updated if norm.training else region.evaluated).update(map(id, running))
     return result
+
+
+def _norm_owner(region: Recording, weight: Tensor | None, norm: NormArguments) -> Any:
+    known = norm.running_mean if weight is None else weight
+    owner = region.owners.find(known)
+    if owner is None and (known is None or isinstance(norm, GroupNorm)):  # perhaps a cast copy
+        owner = _calling_owner(region)
+    return owner
+
+
+def is_norm_called_alike(
+    region: Recording, settings: NormSettings, inputs: Sequence[Tensor]
+) -> bool:
+    """Whether the module of a norm is the same as in an earlier call, and may run fused."""
+    owner = settings.owner
+    if owner is not None and settings.has_weight and owner.has_no_hooks(inputs[1]):
+        return True
+    weight = inputs[1] if settings.has_weight else None
+    owner = _norm_owner(region, weight, settings.norm)
+    return owner is settings.owner and (owner is None or not _has_hooks(owner.module))
 
 
 def _standardises_weight(x: Tensor, norm: NormArguments) -> bool:
@@ -239,9 +257,8 @@ def _record_conv(
     if context is None:
         return NotImplemented
     owner = region.owners.find(weight)
-    module = _calling_conv(region) if owner is None else owner.module
-    if module is not None and module._forward_hooks and not is_converted(module):
-        return NotImplemented  # hooks may change the weight
+    if _has_conv_hooks(region, owner):
+        return NotImplemented
     like = (weight.dtype, weight.device, weight.shape, weight.stride(), id(bias))
     key = (x.shape, x.dtype, context.device, context.autocast_dtype, *like, *numbers)
     if owner is not None and owner.key == key:
@@ -265,6 +282,20 @@ def _record_conv(
     if not has_known_strides(shape, channels_last):
         return NotImplemented
     return region.record(CONV, (x, *affine), settings, shape, dtype, channels_last)
+
+
+def _has_conv_hooks(region: Recording, owner: Any) -> bool:
+    """Whether the module of a convolution has hooks, which may change the weight."""
+    module = _calling_conv(region) if owner is None else owner.module
+    return module is not None and bool(module._forward_hooks) and not is_converted(module)
+
+
+def is_conv_called_alike(region: Recording, settings: ConvSettings, weight: Tensor) -> bool:
+    """Whether the module of a convolution is the same as in an earlier call, without hooks."""
+    if settings.owner is not None and settings.owner.has_no_hooks(weight):
+        return True
+    owner = region.owners.find(weight)
+    return owner is settings.owner and not _has_conv_hooks(region, owner)
 
 
 def _calling_conv(region: Recording) -> nn.Module | None:

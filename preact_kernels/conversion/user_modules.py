@@ -68,6 +68,18 @@ def is_marked(module: nn.Module) -> bool:
     return _CONVERSION in own or _GIVEN_BACK in own
 
 
+def is_ordinary_leaf(module: nn.Module) -> bool:
+    """Whether a module has no children, no backward hooks, no compiled call, and no mark."""
+    own = module.__dict__
+    return (
+        own.get("_modules") == {}
+        and not own["_backward_hooks"]
+        and not own["_backward_pre_hooks"]
+        and module._compiled_call_impl is None
+        and not is_marked(module)
+    )
+
+
 def has_leave_hook(module: nn.Module) -> bool:
     """Whether the hook that ends a call is there; other code may have removed it."""
     return _KEY in module._forward_hooks

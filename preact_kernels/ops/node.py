@@ -34,7 +34,14 @@ from preact_kernels.ops.autocast import compute_dtype, has_autocast
 from preact_kernels.ops.dropout import drawn
 from preact_kernels.ops.plain import differentiable_unit, gradients
 from preact_kernels.ops.plain_operators import runs_plain_backward
-from preact_kernels.ops.statistics import InvCount, inv_count_of, inv_count_of_sums, step_sums
+from preact_kernels.ops.statistics import (
+    InvCount,
+    Update,
+    inv_count_of,
+    inv_count_of_sums,
+    step_sums,
+    update_all,
+)
 from preact_kernels.ops.unit import CheckedUnit, checked_unit, unit_without_conv, with_served_weight
 
 
@@ -389,6 +396,8 @@ def run_unit(
     first: FirstRun | None = None,
     x_bias: Tensor | None = None,
     omits_bias: bool = False,
+    checked: CheckedUnit | None = None,
+    updates: list[Update] | None = None,
 ) -> Tensor:
     """A unit on the kernels of the selected backend; updates running statistics.
 
@@ -404,8 +413,11 @@ def run_unit(
         x_bias: the norm, with groups, is of `x + x_bias`, `[C]`. Gets no gradient here.
         omits_bias: do not add the convolution's bias: the unit that reads the result does, as
             `x_bias`. The bias gets its gradient here. There is no residual.
+        checked: the result of `checked_unit` for these arguments, if it is known.
+        updates: gets the update of the running statistics, in place of doing it.
     """
-    checked = checked_unit(x, given, residual, prefix, dims, channels_last)
+    if checked is None:
+        checked = checked_unit(x, given, residual, prefix, dims, channels_last)
     if given.scale_shift is not NO_SCALE_SHIFT and given.conv is not None:
         x = given.scale_shift.promoted(x)
     kernels = dispatch.kernels_for(x)
@@ -414,7 +426,11 @@ def run_unit(
     else:
         flags = x_bias, omits_bias
         y, statistics, fixed = _convolved(kernels, x, given, checked, residual, first, *flags)
-    given.norm.update(kernels, x, statistics, fixed)  # last: out of memory changes no buffers
+    update = given.norm.update(kernels, x, statistics, fixed)
+    if update is not None and updates is not None:
+        updates.append(update)
+    elif update is not None:
+        update_all([update])  # last: out of memory changes no buffers
     return y
 
 

@@ -152,8 +152,83 @@ class PreActStageFunction(torch.autograd.Function):
         return None, dx, *grads
 
 
+class _Read(NamedTuple):
+    """What the arguments of blocks give for an input."""
+
+    blocks: tuple[Block, ...]
+    tensors: list[Any]  # as `flat_values`, without running statistics
+    running: list[Any]  # running statistics of norms in evaluation mode
+    norms: list[NormArguments]  # in training mode
+    has_channels_last: bool  # whether a weight is channels_last
+    is_plain: bool  # whether the tensors are those of the arguments
+
+
+def _read(
+    kernels: Kernels, blocks: Iterable[BlockArguments], x: Tensor, dtype: torch.dtype
+) -> _Read:
+    """Checks and reads arguments; see `preact_stage`."""
+    checked: list[Block] = []
+    tensors: list[Any] = []
+    running: list[Any] = []
+    norms: list[NormArguments] = []
+    context = StageContext(x.device, x.dtype, dtype, is_autocast(x))
+    shape: Sequence[int] = x.shape
+    x_dtype = x.dtype
+    has_channels_last, is_plain = False, True
+    found = None
+    for arguments in blocks:
+        found = checked_block(arguments, shape, x_dtype, context, found)
+        block, shapes, weights = found.block, found.shapes, arguments.weights()
+        has_channels_last = has_channels_last or found.channels_last
+        is_plain = is_plain and found.has_plain_norms and not found.has_other_dtype
+        if found.has_other_dtype:
+            block, weights = _with_served_weights(kernels, block, weights, shapes)
+        for (bn, *_), shape, weight in zip(arguments.units, shapes, weights, strict=False):
+            plain = found.has_plain_norms
+            tensors += (bn.weight, bn.bias) if plain else bn.affine(x, shape[1])
+            tensors.append(weight)
+            if bn.training:
+                norms.append(bn)
+            else:
+                for name in ("running_mean", "running_var"):
+                    running.append(getattr(bn, name))
+                    checks.check_constant(name, running[-1])
+        if block.projection is not None:
+            tensors.append(weights[-1])
+        # Equal consecutive blocks share an object, so that the garbage collector visits fewer.
+        checked.append(checked[-1] if checked and checked[-1] == block else block)
+        shape, x_dtype = shapes[-1], block.units[-1].y_dtype
+    return _Read(tuple(checked), tensors, running, norms, has_channels_last, is_plain)
+
+
+class PreparedStage:
+    """Arguments of blocks that run often, with what they gave for the last input.
+
+    The metadata of the arguments, but for their storages, must not change.
+    """
+
+    def __init__(self, blocks: Sequence[BlockArguments]) -> None:
+        self.blocks = blocks
+        units = [unit for block in blocks for unit in block.units]
+        tensors = [t for unit in units for t in unit.tensors()]
+        tensors += [block.projection.weight for block in blocks if block.projection is not None]
+        self._tensors = [t for t in tensors if t is not None]
+        self._last: tuple[Any, Any] = None, None  # a key, and the result
+
+    def read(self, kernels: Kernels, x: Tensor, dtype: torch.dtype) -> _Read:
+        """What the arguments give for an input."""
+        storages = [t.untyped_storage().nbytes() for t in self._tensors]
+        key = kernels, storages, x.shape, x.dtype, x.device, dtype, is_autocast(x)
+        last, found = self._last
+        if key != last:
+            found = _read(kernels, self.blocks, x, dtype)
+            if found.is_plain:
+                self._last = key, found
+        return found
+
+
 def preact_stage(
-    blocks: Iterable[BlockArguments],
+    blocks: Iterable[BlockArguments] | PreparedStage,
     x: Tensor,
     dtype: torch.dtype,
     memory: MemoryMode = STORE,
@@ -173,41 +248,16 @@ def preact_stage(
         The output of the last block, in the dtype of the residual stream.
     """
     kernels = dispatch.kernels_for(x)
-    checked: list[Block] = []
-    tensors: list[Any] = []  # as `flat_values`
-    running: list[Any] = []
-    norms: list[NormArguments] = []  # in training mode
-    context = StageContext(x.device, x.dtype, dtype, is_autocast(x))
-    shape: Sequence[int] = x.shape
-    x_dtype = x.dtype
-    channels_last = layout.is_channels_last(x)
-    found = None
-    for arguments in blocks:
-        found = checked_block(arguments, shape, x_dtype, context, found)
-        block, shapes, weights = found.block, found.shapes, arguments.weights()
-        channels_last = channels_last or found.channels_last
-        if found.has_other_dtype:
-            block, weights = _with_served_weights(kernels, block, weights, shapes)
-        for (bn, *_), shape, weight in zip(arguments.units, shapes, weights, strict=False):
-            plain = found.has_plain_norms
-            tensors += (bn.weight, bn.bias) if plain else bn.affine(x, shape[1])
-            tensors.append(weight)
-            if bn.training:
-                norms.append(bn)
-            else:
-                for name in ("running_mean", "running_var"):
-                    running.append(getattr(bn, name))
-                    checks.check_constant(name, running[-1])
-        if block.projection is not None:
-            tensors.append(weights[-1])
-        # Equal consecutive blocks share an object, so that the garbage collector visits fewer.
-        checked.append(checked[-1] if checked and checked[-1] == block else block)
-        shape, x_dtype = shapes[-1], block.units[-1].y_dtype
-
-    first, skipped = first_recorded(checked, x, tensors)
+    if isinstance(blocks, PreparedStage):
+        found = blocks.read(kernels, x, dtype)
+    else:
+        found = _read(kernels, blocks, x, dtype)
+    norms = found.norms
+    channels_last = layout.is_channels_last(x) or found.has_channels_last
+    first, skipped = first_recorded(found.blocks, x, found.tensors)
     x = x.contiguous(memory_format=torch.channels_last)
-    call = StageCall(kernels, tuple(checked), memory, first, skipped)
-    tensors += running
+    call = StageCall(kernels, found.blocks, memory, first, skipped)
+    tensors = found.tensors + found.running
     if record is not None:
         return layout.restored(record(call, x, tensors), channels_last)
     y, *batch = PreActStageFunction.apply(call, x, *tensors)

@@ -1,7 +1,7 @@
 """Statistics of norms, sums that share them, and the update of running statistics."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -217,6 +217,32 @@ def update_running_statistics(
         counts = []
     if counts:
         torch_compat.foreach_add_(counts, 1)
+
+
+class Update(NamedTuple):
+    """The statistics of a batch, for the running statistics of a norm."""
+
+    kernels: Kernels
+    norm: Any  # `NormArguments`
+    mean: Tensor | None  # None: the batch is empty, and only counted
+    var: Tensor | None
+    factor: InvCount  # `unbiased_factor`
+
+
+def update_all(updates: Sequence[Update]) -> None:
+    """`update_running_statistics`, in one call for norms on the same kernels, device and dtype."""
+    groups: dict[Any, list[Update]] = {}
+    for update in updates:
+        mean = update.mean
+        kind = None if mean is None else (mean.device, mean.dtype)
+        groups.setdefault((id(update.kernels), kind), []).append(update)
+    for group in groups.values():
+        kernels, norms = group[0].kernels, [u.norm for u in group]
+        if group[0].mean is None:
+            update_running_statistics(kernels, norms, [], [])
+            continue
+        means, variances = ([cast(Tensor, u[i]) for u in group] for i in (2, 3))
+        update_running_statistics(kernels, norms, means, variances, [u.factor for u in group])
 
 
 def _average_cumulatively(

@@ -1,7 +1,7 @@
 """Checks of a unit, and its `Unit`."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,30 @@ def checked_unit(
     if found is None:
         found = _passed.add(key, _check(x, given, residual, prefix, dims, channels_last))
     return found
+
+
+class PreparedUnit:
+    """Arguments of a unit that runs often, with the result of their checks for the last input.
+
+    The metadata of the arguments, but for their storages, must not change, nor must autocast.
+    """
+
+    def __init__(self, given: UnitArguments) -> None:
+        self.given = given
+        self._tensors = [t for t in given.tensors() if t is not None]
+        self._last: tuple[Any, Any] = None, None  # a key, and the result
+
+    def checked(
+        self, x: Tensor, residual: Tensor | None, channels_last: bool | None
+    ) -> CheckedUnit:
+        """`checked_unit` for an input."""
+        storages = [t.untyped_storage().nbytes() for t in self._tensors]
+        key = storages, channels_last, *checks.described((x, residual))
+        last, found = self._last
+        if key != last:
+            found = checked_unit(x, self.given, residual, channels_last=channels_last)
+            self._last = key, found
+        return found
 
 
 def _check(

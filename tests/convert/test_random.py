@@ -8,11 +8,13 @@ import argparse
 import sys
 import types
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.convert import random_model_parts, trial
+from tests.convert.changes import CHANGES
 from tests.convert.random_models import program
 from tests.convert.trial import Trial, differences
 
@@ -31,7 +33,12 @@ def run(text: str, seed: int, is_converted: bool, noise: float = 0.0) -> Trial:
     """Calls `trial.run` with a program."""
     trial.compares_strides_of_gradients = "channels_last" not in text
     own = load(text, f"random_model_{'converted' if is_converted else 'plain'}")
-    return trial.run(own, seed, is_converted, noise)
+    return trial.run(own, seed, is_converted, noise, change_of(seed))
+
+
+def change_of(seed: int) -> Callable:
+    """The change of a seed's model."""
+    return CHANGES[seed % len(CHANGES)]
 
 
 def check(
@@ -55,6 +62,13 @@ def check(
             found = [f for f in found if f.startswith("step 0") and "grad" not in f]
         if "as_subclass(" in text:  # as behind a custom autograd function: see docs/convert.md
             found = [f for f in found if "gradients by outputs" not in f]
+        name = change_of(seed).__name__
+        if name == "channels_last" and "InstanceNorm" in text:
+            # PyTorch's gradients of one image and a channels_last gradient are wrong.
+            found = [f for f in found if f.startswith(("step 0", "step 1"))]
+        if name == "inference" and "enable_grad(" in text:
+            # PyTorch calls autograd functions there, but records no operators.
+            found = [f for f in found if f.startswith(("step 0", "step 1"))]
         if "in_thread(" in text:
             # Autograd orders functions by counters per thread, so hooks run in another order.
             found = [f for f in found if "seen by hooks" not in f]

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import random
 import types
@@ -18,7 +19,7 @@ import preact_kernels as pk
 from preact_kernels.conversion.report import ConversionReport
 
 TOLERANCE = 1e-7  # relative, in float64
-STEPS = 3  # two in training, one in evaluation
+STEPS = 3  # two in training, one in evaluation; a change of the model adds one in between
 
 # Set for each model: False if gradients of two memory formats are added (the first one's is kept).
 compares_strides_of_gradients = True
@@ -77,10 +78,17 @@ def assert_alike(subject: Subject, name: object = "") -> Trial:
     return converted
 
 
-def run(own: Subject, seed: int, is_converted: bool, noise: float = 0.0) -> Trial:
-    """Builds a model, converted or not, and calls it three times.
+def run(
+    own: Subject,
+    seed: int,
+    is_converted: bool,
+    noise: float = 0.0,
+    change: Callable | None = None,
+) -> Trial:
+    """Builds a model, converted or not, and calls it several times.
 
-    `noise` is a relative change of the inputs and the weights.
+    `noise` is a relative change of the inputs and the weights, `change` one of `changes.CHANGES`
+    for the third step.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -107,13 +115,25 @@ def run(own: Subject, seed: int, is_converted: bool, noise: float = 0.0) -> Tria
     except Exception as error:
         _note_error(trial, "build", error)
         return trial
-    for step in range(STEPS):
-        if step == STEPS - 1:
+    steps = STEPS if change is None else STEPS + 1
+    for step in range(steps):
+        call = own.call
+        if step == steps - 1:
             net.eval()
+        elif step == 2:
+            try:
+                changed = change(net, random.Random(seed))
+            except Exception as error:
+                _note_error(trial, f"step {step}, change", error)
+                break
+            if isinstance(changed, nn.Module):
+                net = changed
+            elif changed is not None:
+                call = functools.partial(changed, call)
         x = own.make_input(lambda *shape: randn(*shape) * (1 + noise * randn(*shape)))
         net.zero_grad()
         with pk.fuse(memory=own.MEMORY) if is_fused else contextlib.nullcontext():
-            goes_on = _step(own, net, x, randn, trial, f"step {step}")
+            goes_on = _step(own, call, net, x, randn, trial, f"step {step}")
         if is_converted and not is_fused:
             trial.reports.append(pk.conversion_report(net))
         if not goes_on:
@@ -125,12 +145,12 @@ def run(own: Subject, seed: int, is_converted: bool, noise: float = 0.0) -> Tria
     return trial
 
 
-def _step(own, net, x, randn, trial, step) -> bool:
+def _step(own, call, net, x, randn, trial, step) -> bool:
     """Observes a call, its gradients and the state after it; False: the backward raised."""
     seen = trial.observed
     out = None
     try:
-        out = own.call(net, x)
+        out = call(net, x)
     except Exception as error:
         _note_error(trial, f"{step}, forward", error)
     seen[f"{step}: output"] = facts(out)
@@ -293,7 +313,7 @@ def differences(a: Trial, b: Trial, has_checkpoint: bool = False) -> list[str]:
             found.append(f"{key}: raised {errors[0]}, converted {errors[1]}")
             if "backward" in key:
                 break  # the converted model was not called again
-    steps = [f"step {i}" for i in range(1 if has_checkpoint else STEPS)]
+    steps = [f"step {i}" for i in range(1 if has_checkpoint else STEPS + 1)]
     ended = next((s for s in steps if f"{s}, backward" in a.errors), None)
     for step in steps:
         names = [k for k in a.observed if k.startswith(step)]
