@@ -133,8 +133,9 @@ class Replay:
         """
         current, region = cast(Tape, self._tape), self._region
         if region.context is None or not region.is_in_context():
-            region.context_for(self._expected.modes.device)  # computes what other modes recorded
-            if self._tape is not current:  # that differs from the tape
+            # Computes what other modes recorded, which may differ from the tape.
+            context = region.context_for(self._expected.modes.device)
+            if context is None or self._tape is not current:
                 return NotImplemented
         result = self._answer(args, kwargs)
         if result is NotImplemented and len(self._known) > 1:

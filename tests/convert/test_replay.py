@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import preact_kernels as pk
 from preact_kernels.conversion import calls
@@ -273,6 +274,38 @@ def test_modes_change_within_a_forward(mode, memory):
     for _ in range(10):
         for a, b in zip(train_step(plain, x), train_step(net, x), strict=True):
             torch.testing.assert_close(a, b)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_call_in_a_dispatch_mode_is_not_one_behind_it():
+    class InMode(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = Unit(), nn.GroupNorm(2, 4)
+
+        def forward(self, x):
+            h = self.first(x)
+            with Seen() as self.seen:
+                a = F.relu(self.norm(x))
+            b = F.relu(self.norm(x))
+            return h + a + b
+
+    net, x = InMode().double(), images()
+    plain = copy.deepcopy(net)
+    pk.convert(net)
+    for _ in range(4):
+        for a, b in zip(train_step(plain, x), train_step(net, x), strict=True):
+            torch.testing.assert_close(a, b)
+        assert net.seen.names == plain.seen.names
 
 
 def test_a_tensor_that_is_kept_when_modes_change():
