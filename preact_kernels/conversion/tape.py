@@ -1,4 +1,7 @@
-"""What is remembered of the deferred calls of a forward, without its tensors; see `replay.py`."""
+"""What is remembered of the deferred calls of a forward; see `replay.py`.
+
+Of its tensors, only parameters and buffers of the model.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -70,21 +73,18 @@ class Modes(NamedTuple):
 
 
 class TapedNode:
-    """A node of a tape, without its tensors.
+    """A node of a tape.
 
     Attributes:
         fields: the node's attributes that do not differ between forwards.
-        settings: describes the node's settings, for nodes that a rule records again.
+        settings: text of the node's settings, for nodes that a rule records again; an object that
+            equals no other if it cannot be compared.
         inputs: the node's inputs, as `Replay` describes them.
         events: how many executions and flushes came before.
         modes: the modes.
         call: the call that deferred it, if a later one may be answered from it.
         func: the function of this call.
     """
-
-    __slots__ = (
-        *("call", "events", "fields", "func", "inputs", "memory", "modes", "operation", "settings"),
-    )
 
     def __init__(self, node: Node, inputs: tuple, events: int, modes: Modes) -> None:
         names = "operation", "shape", "dtype", "channels_last", "needs_grad", "memory", "is_view"

@@ -55,6 +55,11 @@ def images(*shape):
     return torch.randn(shape or (2, 4, 6, 6), dtype=torch.float64)
 
 
+def assert_same_step(plain, converted, x):
+    for a, b in zip(train_step(plain, x), train_step(converted, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.fixture
 def recorded(monkeypatch):
     """Names of the operations that rules recorded."""
@@ -115,8 +120,7 @@ def test_a_call_that_is_left_out_or_added():
     plain = copy.deepcopy(net)
     pk.convert(net)
     for _ in range(12):
-        for a, b in zip(train_step(plain, x), train_step(net, x), strict=True):
-            torch.testing.assert_close(a, b)
+        assert_same_step(plain, net, x)
 
 
 def test_the_same_tensor_twice_is_not_two_tensors():
@@ -272,8 +276,7 @@ def test_modes_change_within_a_forward(mode, memory):
     plain = copy.deepcopy(net)
     pk.convert(net, memory=memory)
     for _ in range(10):
-        for a, b in zip(train_step(plain, x), train_step(net, x), strict=True):
-            torch.testing.assert_close(a, b)
+        assert_same_step(plain, net, x)
 
 
 class Seen(TorchDispatchMode):
@@ -303,8 +306,7 @@ def test_a_call_in_a_dispatch_mode_is_not_one_behind_it():
     plain = copy.deepcopy(net)
     pk.convert(net)
     for _ in range(4):
-        for a, b in zip(train_step(plain, x), train_step(net, x), strict=True):
-            torch.testing.assert_close(a, b)
+        assert_same_step(plain, net, x)
         assert net.seen.names == plain.seen.names
 
 
@@ -328,8 +330,7 @@ def test_a_tensor_that_is_kept_when_modes_change():
     plain = copy.deepcopy(net)
     pk.convert(net)
     for _ in range(6):
-        for a, b in zip(train_step(plain, x), train_step(net, x), strict=True):
-            torch.testing.assert_close(a, b)
+        assert_same_step(plain, net, x)
 
 
 def test_weights_of_functional_calls_are_freed():
@@ -414,8 +415,7 @@ def test_alternating_parts_are_not_recorded_again(recorded):
     for step in range(8):
         net.skips = plain.skips = step % 3 == 1
         recorded.clear()
-        for a, b in zip(train_step(plain, x), train_step(net, x), strict=True):
-            torch.testing.assert_close(a, b)
+        assert_same_step(plain, net, x)
         assert bool(recorded) == (step < 2)
 
 
