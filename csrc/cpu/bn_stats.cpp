@@ -54,11 +54,14 @@ void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
   });
 }
 
-// running = (1 - momentum) * running + momentum * batch, contiguous float32, for many vectors.
-void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
-                          double momentum) {
+// running = (1 - momentum) * running + momentum * factor * batch, contiguous float32, for many
+// vectors, each with a factor. The product with the factor is in float32, as in PyTorch's operator.
+void norm_buffers_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
+                         double momentum, const std::vector<double>& factors) {
   PK_CHECK(running.size() == batch.size(), "batch: expected ", running.size(),
            " tensors to match running, got ", batch.size());
+  PK_CHECK(running.size() == factors.size(), "factors: expected ", running.size(),
+           " values to match running, got ", factors.size());
   for (size_t i = 0; i < running.size(); ++i) {  // check all before writing any
     check_tensor("running", running[i]);
     PK_CHECK(running[i].dim() == 1 && running[i].is_contiguous() &&
@@ -70,9 +73,11 @@ void running_stats_update(const std::vector<Tensor>& running, const std::vector<
   for (size_t i = 0; i < running.size(); ++i) {
     float* to = mutable_data<float>(running[i]);
     const float* from = data<float>(batch[i]);
+    const float factor = static_cast<float>(factors[i]);
     const int64_t channels = running[i].numel();
     for (int64_t c = 0; c < channels; ++c) {
-      to[c] = static_cast<float>(momentum * from[c] + (1 - momentum) * to[c]);
+      const float value = factor * from[c];
+      to[c] = static_cast<float>(momentum * value + (1 - momentum) * to[c]);
     }
   }
 }

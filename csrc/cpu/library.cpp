@@ -10,8 +10,8 @@ namespace preact_kernels {
 Tensor dropout_bits(const Tensor& drawn);                               // dropout.cpp
 void dropout(const Tensor& values, const Tensor& bits, double factor);  // dropout.cpp
 Tensor transpose(const Tensor& x);                                      // transpose.cpp
-void running_stats_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
-                          double momentum);  // bn_stats.cpp
+void norm_buffers_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
+                         double momentum, const std::vector<double>& factors);  // bn_stats.cpp
 }  // namespace preact_kernels
 
 using namespace preact_kernels;
@@ -48,7 +48,9 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("dropout_bits(Tensor drawn) -> Tensor");
   m.def("transpose(Tensor x) -> Tensor");
   m.def("dropout_(Tensor(a!) values, Tensor bits, float factor) -> ()");
-  m.def("running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum) -> ()");
+  m.def(
+      "norm_buffers_update(Tensor(a!)[] running, Tensor[] batch, float momentum, float[] factors) "
+      "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
@@ -60,5 +62,5 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
   m.impl("dropout_bits", TORCH_BOX(&dropout_bits));
   m.impl("transpose", TORCH_BOX(&transpose));
   m.impl("dropout_", TORCH_BOX(&dropout));
-  m.impl("running_stats_update", TORCH_BOX(&running_stats_update));
+  m.impl("norm_buffers_update", TORCH_BOX(&norm_buffers_update));
 }

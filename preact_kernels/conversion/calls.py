@@ -15,6 +15,7 @@ from preact_kernels.activations import Activation
 from preact_kernels.conversion import rules, user_modules
 from preact_kernels.conversion.containers import replaced, tensors
 from preact_kernels.conversion.deferred import Deferred, compute
+from preact_kernels.conversion.garbage import Postponed
 from preact_kernels.conversion.named_activations import ActivationForward
 from preact_kernels.conversion.norm_modules import is_norm
 from preact_kernels.conversion.owners import Owners
@@ -43,6 +44,7 @@ class _Call(NamedTuple):
     outer_memory: str  # memory mode to restore
     handles: list[Any]  # each undoes a change of a child by `remove()`
     plain_key: Any = None  # of the call, if it opened the region; see `_Unfused`
+    garbage: Postponed | None = None  # if it opened the region
 
 
 class _Calls(threading.local):
@@ -140,7 +142,7 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         _calls.plain = None  # an interrupt skipped `leave`
     abandon_interrupted()
     stack, frame = _calls.stack, call_stack.caller_of(enter.__code__)
-    conversion, plain_key = user_modules.conversion_of(module), None
+    conversion, plain_key, garbage = user_modules.conversion_of(module), None, None
     is_outermost = not stack or not stack[-1].region.is_recording()
     if not is_outermost:
         region = stack[-1].region
@@ -171,13 +173,14 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
             tapes = _tapes.setdefault(module, Tapes())
             region.replay = tapes.start(region, (*key, region.is_distributed, has_hooks))
         region.__enter__()
-        region.frame = frame
+        region.frame, garbage = frame, Postponed()
     handles = _hook_children(module, region.activations.modules)
     if region.is_distributed:
         for norm in module._modules.values():
             if type(norm) is nn.SyncBatchNorm:
                 handles.append(ReplacedForward(norm, rules.SyncForward(region, norm)))
-    stack.append(_Call(module, region, is_outermost, frame, region.memory, handles, plain_key))
+    rest = region.memory, handles, plain_key, garbage
+    stack.append(_Call(module, region, is_outermost, frame, *rest))
     if conversion is not None:
         region.memory = conversion.memory
         region.saves_less |= conversion.memory != "store"
@@ -215,6 +218,14 @@ def _with_values(output: Any) -> Any:
 
 
 def _close(call: _Call, is_stopped: bool = False, has_returned: bool = False) -> None:
+    try:
+        _end(call, is_stopped, has_returned)
+    finally:
+        if call.garbage is not None:
+            call.garbage.end()
+
+
+def _end(call: _Call, is_stopped: bool, has_returned: bool) -> None:
     for handle in call.handles:
         handle.remove()
     call.region.memory = call.outer_memory

@@ -76,7 +76,8 @@ def is_ordinary_leaf(module: nn.Module) -> bool:
         and not own["_backward_hooks"]
         and not own["_backward_pre_hooks"]
         and module._compiled_call_impl is None
-        and not is_marked(module)
+        and _CONVERSION not in own
+        and _GIVEN_BACK not in own
     )
 
 

@@ -7,6 +7,7 @@ the pixels that it reads. Convolutions with large weights run in PyTorch where i
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from preact_kernels.kernels.dropout import Mask
 from preact_kernels.kernels.layout import CHANNELS_LAST, nchw, nhwc
 from preact_kernels.kernels.native import NativeKernels, load_library
 from preact_kernels.kernels.pytorch_conv import other_dtype, unserved
+from preact_kernels.kernels.running_stats import scaled
 
 # Beyond `ConvLimits.few_values`, a direct convolution is faster if the values have at
 # least this many elements per weight and thread, by lanes of a vector: each thread sums its own
@@ -193,13 +195,27 @@ class CPUKernels(NativeKernels):
     def running_stats_update(
         self, running: list[Tensor], batch: list[Tensor], momentum: float
     ) -> None:
+        self.norm_buffers_update(running, batch, momentum, [1.0] * len(running), ())
+
+    def norm_buffers_update(
+        self,
+        running: list[Tensor],
+        batch: list[Tensor],
+        momentum: float,
+        factors: Sequence[float],
+        counts: Sequence[Tensor],
+    ) -> None:
         for t in running:
             # The op refuses negative views, as it writes to them.
             if t.dtype != torch.float32 or not t.is_contiguous() or t.is_neg():
-                super().running_stats_update(running, batch, momentum)
-                return
-        self._ops.running_stats_update.default(running, batch, momentum)
-        torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
+                values = scaled(batch, factors)
+                super().running_stats_update(running, values, momentum)
+                break
+        else:
+            self._ops.norm_buffers_update.default(running, batch, momentum, factors)
+            torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
+        if counts:
+            torch_compat.foreach_add_(list(counts), 1)
 
 
 def _skips_pixels(unit: Unit) -> bool:

@@ -271,10 +271,10 @@ def _check_running(norms: Sequence[Updated]) -> None:
 
 def _share_buffers(norms: Sequence[Updated]) -> bool:
     """Whether norms share a running mean, or a counter of batches that an average reads."""
-    buffers: list[Tensor] = []
+    buffers: list[int] = []
     for bn in norms:
         if bn.running_mean is not None:
-            buffers.append(bn.running_mean)
+            buffers.append(id(bn.running_mean))
         if bn.momentum is None and bn.batch_count is not None:
-            buffers.append(bn.batch_count)
+            buffers.append(id(bn.batch_count))
     return len(set(buffers)) < len(buffers)
