@@ -62,21 +62,20 @@ class _Unfused:
     A call is tried again now and then, since a forward may depend on what `_plain_key` leaves out.
     """
 
-    CALLS = 1  # so many calls with a key must have run nothing fused, after another call
-    MOST = 64  # so many calls run plain before one is tried again
+    FIRST, LAST = 64, 512  # calls that run plain before one is tried again; twice as many later
     KEYS = 16
 
     def __init__(self) -> None:
         self.may_run_plain = False  # whether the last call ran nothing fused
-        self._counts: dict[Any, int] = {}
+        # By key, calls that run plain before one is tried, and after that one.
+        self._calls: dict[Any, tuple[int, int]] = {}
 
     def runs_plain(self, key: Any) -> bool:
         """Whether to run a call plain; counts it."""
-        count = self._counts.get(key, 0)
-        if count < self.CALLS:
-            return False
-        self._counts[key] = count + 1 if count < self.MOST else self.CALLS - 1
-        return True
+        left, following = self._calls.get(key, (0, 0))
+        if left:
+            self._calls[key] = left - 1, following
+        return left > 0
 
     def note(self, key: Any, has_fused: bool) -> None:
         """Notes whether a call ran anything fused; None for the key: it had none."""
@@ -84,9 +83,10 @@ class _Unfused:
         if key is None:
             return
         if has_fused:
-            self._counts.pop(key, None)
-        elif key in self._counts or len(self._counts) < self.KEYS:
-            self._counts[key] = self._counts.get(key, 0) + 1
+            self._calls.pop(key, None)
+        elif key in self._calls or len(self._calls) < self.KEYS:
+            _, count = self._calls.get(key, (0, self.FIRST))
+            self._calls[key] = count, min(2 * count, self.LAST)
 
 
 def _plain_key(module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -103,10 +103,22 @@ def _plain_key(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             key.append(repr(value))
         else:
             return None
-    for m in module.modules():
-        key += (id(m), type(m), m.training, id(user_modules.conversion_of(m)))
-        key.append(torch_compat.has_module_hook(m))
-        key += [p is None or p.requires_grad for p in m._parameters.values()]
+    waiting = [module]
+    while waiting:
+        m: Any = waiting.pop()
+        own = m.__dict__
+        key += (id(m), type(m), own["training"], id(user_modules.conversion_of(m)))
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+        ):
+            key.append("has hooks")
+        for p in own["_parameters"].values():
+            key.append(p is None or p.requires_grad)
+        if own["_modules"]:
+            waiting += [child for child in own["_modules"].values() if child is not None]
     key += (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dispatch.current())
     key.append(torch_compat.is_any_autocast_enabled())
     return tuple(key)
@@ -142,7 +154,7 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         _calls.plain = None  # an interrupt skipped `leave`
     abandon_interrupted()
     stack, frame = _calls.stack, call_stack.caller_of(enter.__code__)
-    conversion, plain_key, garbage = user_modules.conversion_of(module), None, None
+    conversion, plain_key = user_modules.conversion_of(module), None
     is_outermost = not stack or not stack[-1].region.is_recording()
     if not is_outermost:
         region = stack[-1].region
@@ -173,13 +185,13 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
             tapes = _tapes.setdefault(module, Tapes())
             region.replay = tapes.start(region, (*key, region.is_distributed, has_hooks))
         region.__enter__()
-        region.frame, garbage = frame, Postponed()
+        region.frame = frame
     handles = _hook_children(module, region.activations.modules)
     if region.is_distributed:
         for norm in module._modules.values():
             if type(norm) is nn.SyncBatchNorm:
                 handles.append(ReplacedForward(norm, rules.SyncForward(region, norm)))
-    rest = region.memory, handles, plain_key, garbage
+    rest = region.memory, handles, plain_key, Postponed() if is_outermost else None
     stack.append(_Call(module, region, is_outermost, frame, *rest))
     if conversion is not None:
         region.memory = conversion.memory
