@@ -193,9 +193,20 @@ class CPUKernels(NativeKernels):
         return is_other_format and is_large and not has_one_order
 
     def running_stats_update(
-        self, running: list[Tensor], batch: list[Tensor], momentum: float
+        self,
+        running: list[Tensor],
+        batch: list[Tensor],
+        momentum: float,
+        factors: Sequence[float] | None = None,
     ) -> None:
-        self.norm_buffers_update(running, batch, momentum, [1.0] * len(running), ())
+        factors = [1.0] * len(running) if factors is None else factors
+        for t in running:
+            # The op refuses negative views, as it writes to them.
+            if t.dtype != torch.float32 or not t.is_contiguous() or t.is_neg():
+                super().running_stats_update(running, scaled(batch, factors), momentum)
+                return
+        self._ops.norm_buffers_update.default(running, batch, momentum, factors)
+        torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
 
     def norm_buffers_update(
         self,
@@ -205,15 +216,7 @@ class CPUKernels(NativeKernels):
         factors: Sequence[float],
         counts: Sequence[Tensor],
     ) -> None:
-        for t in running:
-            # The op refuses negative views, as it writes to them.
-            if t.dtype != torch.float32 or not t.is_contiguous() or t.is_neg():
-                values = scaled(batch, factors)
-                super().running_stats_update(running, values, momentum)
-                break
-        else:
-            self._ops.norm_buffers_update.default(running, batch, momentum, factors)
-            torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
+        self.running_stats_update(running, batch, momentum, factors)  # scales as it updates
         if counts:
             torch_compat.foreach_add_(list(counts), 1)
 

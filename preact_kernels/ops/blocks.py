@@ -40,7 +40,7 @@ from preact_kernels.ops.statistics import (
     inv_count_of_sums,
     running_statistics,
     sums_over_group,
-    unbiased,
+    unbiased_factor,
 )
 
 
@@ -138,16 +138,21 @@ class Stage:
                 self.fixed_inv_counts[index] = 0.0
 
     def batch_statistics(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean and unbiased variance of the input of each unit with batch statistics."""
-        means, variances, inv_counts = [], [], []
+        """Mean and variance of the input of each unit with batch statistics.
+
+        With a process group the variance is unbiased, as only its tensors know the samples.
+        """
+        means, variances = [], []
         for unit, statistics, inv_count in zip(
             self.units, self.statistics, self.inv_counts, strict=True
         ):
             if unit.uses_batch:
-                means.append(statistics.mean)
-                variances.append(statistics.var)
-                inv_counts.append(inv_count)
-        return means, unbiased(variances, inv_counts)
+                mean, var = statistics
+                if unit.process_group is not None:
+                    var = var * unbiased_factor(inv_count)
+                means.append(mean)
+                variances.append(var)
+        return means, variances
 
     def norm(self, index: int) -> Norm:
         """The norm of a unit."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels import layout
-from preact_kernels.kernels.contract import Block, Gradient, Kernels, Statistics
+from preact_kernels.kernels.contract import Block, Gradient, Kernels, Statistics, samples_of
 from preact_kernels.norms import NormArguments
 from preact_kernels.ops import checks, dispatch
 from preact_kernels.ops.autocast import has_autocast, is_autocast
@@ -33,7 +33,7 @@ from preact_kernels.ops.memory_mode import STORE, MemoryMode
 from preact_kernels.ops.plain import gradients
 from preact_kernels.ops.plain_operators import runs_plain_backward
 from preact_kernels.ops.saved_tensors import save, saved
-from preact_kernels.ops.statistics import update_running_statistics
+from preact_kernels.ops.statistics import unbiased_factor, update_running_statistics
 from preact_kernels.ops.unit import with_served_weight
 
 
@@ -57,7 +57,8 @@ class PreActStageFunction(torch.autograd.Function):
     Tensor arguments: `x`, `[N, C, H, W]` dense NHWC in the dtype of the residual stream, then
     `flat_values`. Batch-norm parameters are in the statistics dtype.
 
-    Returns `y`, then the mean of each unit with batch statistics, then their unbiased variances.
+    Returns `y`, then the means of units with batch statistics, then their variances; see
+    `Stage.batch_statistics`.
     Saves the statistics, the inputs that the memory mode selects, and `y` if the last block's input
     is rebuilt from it. Blocks that run again in the backward use the same statistics.
     """
@@ -159,6 +160,7 @@ class _Read(NamedTuple):
     tensors: list[Any]  # as `flat_values`, without running statistics
     running: list[Any]  # running statistics of norms in evaluation mode
     norms: list[NormArguments]  # in training mode
+    factors: list[float]  # make the variances of `Stage.batch_statistics` unbiased
     has_channels_last: bool  # whether a weight is channels_last
     is_plain: bool  # whether the tensors are those of the arguments
 
@@ -171,6 +173,7 @@ def _read(
     tensors: list[Any] = []
     running: list[Any] = []
     norms: list[NormArguments] = []
+    factors: list[float] = []
     context = StageContext(x.device, x.dtype, dtype, is_autocast(x))
     shape: Sequence[int] = x.shape
     x_dtype = x.dtype
@@ -189,6 +192,8 @@ def _read(
             tensors.append(weight)
             if bn.training:
                 norms.append(bn)
+                is_unbiased = bn.process_group is not None
+                factors.append(1.0 if is_unbiased else unbiased_factor(1 / samples_of(shape)))
             else:
                 for name in ("running_mean", "running_var"):
                     running.append(getattr(bn, name))
@@ -198,7 +203,8 @@ def _read(
         # Equal consecutive blocks share an object, so that the garbage collector visits fewer.
         checked.append(checked[-1] if checked and checked[-1] == block else block)
         shape, x_dtype = shapes[-1], block.units[-1].y_dtype
-    return _Read(tuple(checked), tensors, running, norms, has_channels_last, is_plain)
+    lists = tensors, running, norms, factors
+    return _Read(tuple(checked), *lists, has_channels_last, is_plain)
 
 
 class PreparedStage:
@@ -252,7 +258,7 @@ def preact_stage(
         found = blocks.read(kernels, x, dtype)
     else:
         found = _read(kernels, blocks, x, dtype)
-    norms = found.norms
+    count = len(found.norms)
     channels_last = layout.is_channels_last(x) or found.has_channels_last
     first, skipped = first_recorded(found.blocks, x, found.tensors)
     x = x.contiguous(memory_format=torch.channels_last)
@@ -263,7 +269,8 @@ def preact_stage(
     y, *batch = PreActStageFunction.apply(call, x, *tensors)
     y = y if channels_last else y.contiguous()
     # Last, so that out of memory leaves the buffers unchanged.
-    update_running_statistics(kernels, norms, batch[: len(norms)], batch[len(norms) :])
+    batch_statistics = batch[:count], batch[count:]
+    update_running_statistics(kernels, found.norms, *batch_statistics, found.factors)
     return y
 
 

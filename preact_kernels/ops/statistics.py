@@ -14,7 +14,6 @@ from preact_kernels.kernels.contract import (
     samples_of,
     statistics_dtype,
 )
-from preact_kernels.kernels.running_stats import scaled
 from preact_kernels.ops import checks
 
 
@@ -140,18 +139,6 @@ def unbiased_factor(inv_count: Any) -> Any:
     return 1.0 / (1.0 - inv_count) if inv_count < 1 else 1.0
 
 
-def unbiased(variances: list[Tensor], inv_counts: Sequence[InvCount]) -> list[Tensor]:
-    """Variances times `unbiased_factor`."""
-    factors = [unbiased_factor(inv_count) for inv_count in inv_counts]
-    if any([isinstance(factor, Tensor) for factor in factors]):
-        return [var * factor for var, factor in zip(variances, factors, strict=True)]
-    return [
-        # Results of a registered op do not share memory with others.
-        found.clone() if found is var else found
-        for found, var in zip(scaled(variances, factors), variances, strict=True)
-    ]
-
-
 class Updated(Protocol):
     """What `update_running_statistics` reads of a norm; see `norms.NormArguments`."""
 
@@ -271,10 +258,10 @@ def _check_running(norms: Sequence[Updated]) -> None:
 
 def _share_buffers(norms: Sequence[Updated]) -> bool:
     """Whether norms share a running mean, or a counter of batches that an average reads."""
-    buffers: list[int] = []
+    buffers: list[Tensor] = []
     for bn in norms:
         if bn.running_mean is not None:
-            buffers.append(id(bn.running_mean))
+            buffers.append(bn.running_mean)
         if bn.momentum is None and bn.batch_count is not None:
-            buffers.append(id(bn.batch_count))
+            buffers.append(bn.batch_count)
     return len(set(buffers)) < len(buffers)

@@ -1,8 +1,8 @@
 """Later forwards are answered as the first one was recorded, and differences are noticed."""
 
 import copy
-import itertools
 import gc
+import itertools
 import threading
 import weakref
 
