@@ -105,20 +105,14 @@ def _plain_key(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             return None
     waiting = [module]
     while waiting:
-        m: Any = waiting.pop()
-        own = m.__dict__
-        key += (id(m), type(m), own["training"], id(user_modules.conversion_of(m)))
-        if (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        ):
-            key.append("has hooks")
-        for p in own["_parameters"].values():
+        m = waiting.pop()
+        key += (id(m), type(m), m.training, id(user_modules.conversion_of(m)))
+        if torch_compat.has_module_hook(m):
+            key.append("hooks")
+        for p in m._parameters.values():
             key.append(p is None or p.requires_grad)
-        if own["_modules"]:
-            waiting += [child for child in own["_modules"].values() if child is not None]
+        if m._modules:
+            waiting += [child for child in m._modules.values() if child is not None]
     key += (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dispatch.current())
     key.append(torch_compat.is_any_autocast_enabled())
     return tuple(key)

@@ -541,6 +541,17 @@ def test_a_model_without_fused_norms_runs_without_a_region(regions):
     assert [s.fused for s in pk.conversion_report(net)] == [True]
 
 
+def test_a_model_that_runs_plain_may_have_scripted_children(regions):
+    net, x = Unfused().double(), images()
+    net.conv = torch.jit.script(net.conv)
+    net.register_module("none", None)
+    expected = net(x)
+    pk.convert(net)
+    for _ in range(4):
+        assert torch.equal(net(x), expected)
+    assert len(regions) == 2
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_plain_call_ends_with_an_error_or_an_interrupt(regions, error):
     net, other, x = pk.convert(Unfused().double()), pk.convert(Unit().double()), images()
