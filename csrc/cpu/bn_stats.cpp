@@ -56,8 +56,9 @@ void launch_group_stats(const ImageSizes& size, const Tensor& x, int64_t groups,
 
 // running = (1 - momentum) * running + momentum * factor * batch, contiguous float32, for many
 // vectors, each with a factor. The product with the factor is in float32, as in PyTorch's operator.
-void norm_buffers_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
-                         double momentum, const std::vector<double>& factors) {
+void scaled_running_stats_update(const std::vector<Tensor>& running,
+                                 const std::vector<Tensor>& batch, double momentum,
+                                 const std::vector<double>& factors) {
   PK_CHECK(running.size() == batch.size(), "batch: expected ", running.size(),
            " tensors to match running, got ", batch.size());
   PK_CHECK(running.size() == factors.size(), "factors: expected ", running.size(),

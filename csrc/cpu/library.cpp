@@ -10,8 +10,9 @@ namespace preact_kernels {
 Tensor dropout_bits(const Tensor& drawn);                               // dropout.cpp
 void dropout(const Tensor& values, const Tensor& bits, double factor);  // dropout.cpp
 Tensor transpose(const Tensor& x);                                      // transpose.cpp
-void norm_buffers_update(const std::vector<Tensor>& running, const std::vector<Tensor>& batch,
-                         double momentum, const std::vector<double>& factors);  // bn_stats.cpp
+void scaled_running_stats_update(const std::vector<Tensor>& running,
+                                 const std::vector<Tensor>& batch, double momentum,
+                                 const std::vector<double>& factors);  // bn_stats.cpp
 }  // namespace preact_kernels
 
 using namespace preact_kernels;
@@ -49,7 +50,8 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("transpose(Tensor x) -> Tensor");
   m.def("dropout_(Tensor(a!) values, Tensor bits, float factor) -> ()");
   m.def(
-      "norm_buffers_update(Tensor(a!)[] running, Tensor[] batch, float momentum, float[] factors) "
+      "scaled_running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum, float[] "
+      "factors) "
       "-> ()");
 }
 
@@ -62,5 +64,5 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
   m.impl("dropout_bits", TORCH_BOX(&dropout_bits));
   m.impl("transpose", TORCH_BOX(&transpose));
   m.impl("dropout_", TORCH_BOX(&dropout));
-  m.impl("norm_buffers_update", TORCH_BOX(&norm_buffers_update));
+  m.impl("scaled_running_stats_update", TORCH_BOX(&scaled_running_stats_update));
 }

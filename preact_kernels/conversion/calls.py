@@ -15,7 +15,7 @@ from preact_kernels.activations import Activation
 from preact_kernels.conversion import rules, user_modules
 from preact_kernels.conversion.containers import replaced, tensors
 from preact_kernels.conversion.deferred import Deferred, compute
-from preact_kernels.conversion.garbage import Postponed
+from preact_kernels.conversion.garbage import raise_threshold, restore_threshold
 from preact_kernels.conversion.named_activations import ActivationForward
 from preact_kernels.conversion.norm_modules import is_norm
 from preact_kernels.conversion.owners import Owners
@@ -44,7 +44,6 @@ class _Call(NamedTuple):
     outer_memory: str  # memory mode to restore
     handles: list[Any]  # each undoes a change of a child by `remove()`
     plain_key: Any = None  # of the call, if it opened the region; see `_Unfused`
-    garbage: Postponed | None = None  # if it opened the region
 
 
 class _Calls(threading.local):
@@ -103,16 +102,19 @@ def _plain_key(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             key.append(repr(value))
         else:
             return None
-    waiting = [module]
+    waiting, seen = [module], {id(module)}
     while waiting:
         m = waiting.pop()
-        key += (id(m), type(m), m.training, id(user_modules.conversion_of(m)))
+        training = getattr(m, "training", None)  # a frozen ScriptModule has none
+        key += (id(m), type(m), training, id(user_modules.conversion_of(m)))
         if torch_compat.has_module_hook(m):
             key.append("hooks")
         for p in m._parameters.values():
             key.append(p is None or p.requires_grad)
-        if m._modules:
-            waiting += [child for child in m._modules.values() if child is not None]
+        for child in m._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
     key += (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dispatch.current())
     key.append(torch_compat.is_any_autocast_enabled())
     return tuple(key)
@@ -185,8 +187,9 @@ def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
         for norm in module._modules.values():
             if type(norm) is nn.SyncBatchNorm:
                 handles.append(ReplacedForward(norm, rules.SyncForward(region, norm)))
-    rest = region.memory, handles, plain_key, Postponed() if is_outermost else None
-    stack.append(_Call(module, region, is_outermost, frame, *rest))
+    stack.append(_Call(module, region, is_outermost, frame, region.memory, handles, plain_key))
+    if is_outermost:
+        raise_threshold()
     if conversion is not None:
         region.memory = conversion.memory
         region.saves_less |= conversion.memory != "store"
@@ -227,8 +230,8 @@ def _close(call: _Call, is_stopped: bool = False, has_returned: bool = False) ->
     try:
         _end(call, is_stopped, has_returned)
     finally:
-        if call.garbage is not None:
-            call.garbage.end()
+        if call.is_outermost:
+            restore_threshold()
 
 
 def _end(call: _Call, is_stopped: bool, has_returned: bool) -> None:
@@ -266,6 +269,7 @@ def forget(module: nn.Module) -> None:
     _owners.pop(module, None)
     _tapes.pop(module, None)
     _unfused.pop(module, None)
+    restore_threshold()  # in a forward of the module, whose end the caller skips
 
 
 def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) -> list[Any]:
@@ -275,11 +279,14 @@ def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) ->
     Children that are compiled, have fast paths or must run plain run outside of the region.
     """
     handles: list[Any] = []
-    waiting = list(module._modules.values())
+    waiting, seen = list(module._modules.values()), set()
     while waiting:
         child = waiting.pop()
         if child is None or (not activations and user_modules.is_ordinary_leaf(child)):
             continue
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
         if child._compiled_call_impl is not None:
             user_modules.replace_compiled_call(child, _suspend, _resume)
         if activations and type(child) in activations:

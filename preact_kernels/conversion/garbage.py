@@ -10,21 +10,25 @@ import gc
 # A thousand layers make fewer objects; cycles of a long forward are still collected.
 THRESHOLD = 50_000
 
+_before: tuple[int, int, int] | None = None  # the program's thresholds, while the first is raised
 
-class Postponed:
-    """Raises the threshold of the youngest generation until `end`.
 
-    Of calls that overlap, on several threads, the first one raises and restores it. If an interrupt
-    skips `end`, the threshold stays raised until the next call of a converted model.
+def raise_threshold() -> None:
+    """Raises the threshold of the youngest generation, unless it is 0 (off) or as high."""
+    global _before
+    before = gc.get_threshold()
+    if 0 < before[0] < THRESHOLD:
+        _before = before
+        gc.set_threshold(THRESHOLD, *before[1:])
+
+
+def restore_threshold() -> None:
+    """Restores the threshold, unless the program has changed it since.
+
+    Any call may restore what another one has raised: of calls that overlap on several threads the
+    first to end does, and after an interrupt that skipped the end of a call, the next one.
     """
-
-    def __init__(self) -> None:
-        self._before = before = gc.get_threshold()
-        self._raised = (THRESHOLD, *before[1:]) if 0 < before[0] < THRESHOLD else None
-        if self._raised is not None:
-            gc.set_threshold(*self._raised)
-
-    def end(self) -> None:
-        """Restores the threshold, unless it was changed since."""
-        if self._raised is not None and gc.get_threshold() == self._raised:
-            gc.set_threshold(*self._before)
+    global _before
+    before, _before = _before, None
+    if before is not None and gc.get_threshold() == (THRESHOLD, *before[1:]):
+        gc.set_threshold(*before)

@@ -205,7 +205,7 @@ class CPUKernels(NativeKernels):
             if t.dtype != torch.float32 or not t.is_contiguous() or t.is_neg():
                 super().running_stats_update(running, scaled(batch, factors), momentum)
                 return
-        self._ops.norm_buffers_update.default(running, batch, momentum, factors)
+        self._ops.scaled_running_stats_update.default(running, batch, momentum, factors)
         torch.autograd.graph.increment_version(running)  # custom ops do not bump versions
 
     def norm_buffers_update(

@@ -1,6 +1,7 @@
 """Python's garbage collector runs less often in a forward, and as before after it."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -72,14 +73,32 @@ def test_the_threshold_is_restored_after_an_error():
     assert gc.get_threshold() == (700, 10, 10)
 
 
-def test_the_threshold_is_restored_by_the_call_after_an_interrupt():
+def interrupted(model):
     def interrupt():
         raise KeyboardInterrupt
 
-    model = model_of(interrupt)
+    model[-1].function = interrupt
     with pytest.raises(KeyboardInterrupt):
         model(x)
     model[-1].function = lambda: None
+
+
+@pytest.mark.parametrize("is_on_another_thread", [False, True])
+def test_the_threshold_is_restored_by_the_call_after_an_interrupt(is_on_another_thread):
+    model = model_of(lambda: None)
+    if is_on_another_thread:
+        thread = threading.Thread(target=interrupted, args=(model,))
+        thread.start()
+        thread.join()
+    else:
+        interrupted(model)
+    model_of(lambda: None)(x)
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_revert_in_a_forward_restores_the_threshold():
+    model = model_of(lambda: None)
+    model[-1].function = lambda: pk.revert(model)
     model(x)
     assert gc.get_threshold() == (700, 10, 10)
 

@@ -541,10 +541,52 @@ def test_a_model_without_fused_norms_runs_without_a_region(regions):
     assert [s.fused for s in pk.conversion_report(net)] == [True]
 
 
-def test_a_model_that_runs_plain_may_have_scripted_children(regions):
-    net, x = Unfused().double(), images()
+def script(net):
     net.conv = torch.jit.script(net.conv)
+
+
+def freeze(net):
+    net.conv = torch.jit.freeze(torch.jit.script(net.conv.eval()))
+
+
+def compile_child(net):
+    net.conv = torch.compile(net.conv, backend="eager")
+
+
+def has_no_child(net):
     net.register_module("none", None)
+
+
+def make_cycle(net):
+    net.conv.parent = net
+
+
+def make_cycle_of_children(net):
+    net.conv.other, net.inner[0].other = net.inner[0], net.conv
+
+
+def share_containers(net):
+    for _ in range(40):  # a walk that visits shared modules again would not end
+        net.conv = nn.Sequential(net.conv)
+        net.conv.register_module("again", net.conv[0])
+        net.conv.forward = net.conv[0].forward
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        script,
+        freeze,
+        compile_child,
+        has_no_child,
+        make_cycle,
+        make_cycle_of_children,
+        share_containers,
+    ],
+)
+def test_models_that_run_plain_may_have_any_children(change, regions):
+    net, x = Unfused().double(), images()
+    change(net)
     expected = net(x)
     pk.convert(net)
     for _ in range(4):

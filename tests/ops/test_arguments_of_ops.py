@@ -102,8 +102,8 @@ WRONG = {
         ("norm_act_forward", {"x": planar}, "residual: expected memory dense in NCHW order"),
         ("norm_input_gradient", {"g": double}, "g: expected the dtype of x"),
         ("norm_input_gradient", {"skip": None, "step_x": None}, "step_x: expected a tensor, got"),
-        ("norm_buffers_update", {"batch": longer}, r"batch: expected shape \["),
-        ("norm_buffers_update", {"factors": [1.0]}, "factors: expected 2 values to match running"),
+        ("scaled_running_stats_update", {"batch": longer}, r"batch: expected shape \["),
+        ("scaled_running_stats_update", {"factors": [1.0]}, "factors: expected 2 values to match"),
     ],
     "preact_kernels": [
         ("group_stats", {"groups": 0}, "groups: expected"),

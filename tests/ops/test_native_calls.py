@@ -38,7 +38,7 @@ CALLS = {
 
 
 def case(library, call):
-    own = ["norm_buffers_update"] if (library, call) == ("cpu", bn_relu) else []
+    own = ["scaled_running_stats_update"] if (library, call) == ("cpu", bn_relu) else []
     names = [f"preact_kernels_{library}::{op}" for op in (*CALLS[call], *own)]
     marks = pytest.mark.calls(*names)
     return pytest.param(library, call, id=f"{library}-{call.__name__}", marks=marks)
