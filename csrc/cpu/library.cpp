@@ -50,9 +50,8 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("transpose(Tensor x) -> Tensor");
   m.def("dropout_(Tensor(a!) values, Tensor bits, float factor) -> ()");
   m.def(
-      "scaled_running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum, float[] "
-      "factors) "
-      "-> ()");
+      "scaled_running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum, "
+      "float[] factors) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {

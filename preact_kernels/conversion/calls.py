@@ -269,7 +269,7 @@ def forget(module: nn.Module) -> None:
     _owners.pop(module, None)
     _tapes.pop(module, None)
     _unfused.pop(module, None)
-    restore_threshold()  # in a forward of the module, whose end the caller skips
+    restore_threshold()  # in a forward: the hook that ends the call is gone
 
 
 def _hook_children(module: nn.Module, activations: Mapping[type, Activation]) -> list[Any]:
