@@ -66,7 +66,7 @@ class _Unfused:
 
     def __init__(self) -> None:
         self.may_run_plain = False  # whether the last call ran nothing fused
-        # By key, calls that run plain before one is tried, and after that one.
+        # By key: how many calls still run plain, and how many after the next one that is tried.
         self._calls: dict[Any, tuple[int, int]] = {}
 
     def runs_plain(self, key: Any) -> bool:
@@ -102,7 +102,7 @@ def _plain_key(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             key.append(repr(value))
         else:
             return None
-    waiting, seen = [module], {id(module)}
+    waiting, seen = [module], {id(module)}  # faster than `module.modules()`, which makes names
     while waiting:
         m = waiting.pop()
         training = getattr(m, "training", None)  # a frozen ScriptModule has none

@@ -57,10 +57,10 @@ class PreActStageFunction(torch.autograd.Function):
     Tensor arguments: `x`, `[N, C, H, W]` dense NHWC in the dtype of the residual stream, then
     `flat_values`. Batch-norm parameters are in the statistics dtype.
 
-    Returns `y`, then the means of units with batch statistics, then their variances; see
-    `Stage.batch_statistics`.
-    Saves the statistics, the inputs that the memory mode selects, and `y` if the last block's input
-    is rebuilt from it. Blocks that run again in the backward use the same statistics.
+    Returns `y`, then the means of units with batch statistics, then their variances, as
+    `Stage.batch_statistics` does. Saves the statistics, the inputs that the memory mode selects,
+    and `y` if the last block's input is rebuilt from it. Blocks that run again in the backward use
+    the same statistics.
     """
 
     @staticmethod
