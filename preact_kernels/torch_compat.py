@@ -42,6 +42,15 @@ foreach_mul_ = torch._foreach_mul_
 foreach_neg = torch._foreach_neg
 foreach_norm = torch._foreach_norm
 
+# Layout of oneDNN's tensors.
+MKLDNN = torch._mkldnn  # type: ignore[attr-defined]
+
+
+def may_use_onednn() -> bool:
+    """Whether PyTorch has oneDNN and the program has not disabled it."""
+    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+
+
 # Base class of all batch norms.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 

@@ -9,9 +9,13 @@ The backend may serve a unit after the weight is cast, or without the residual.
 PyTorch's convolution of an NHWC tensor converts an NCHW weight, and its gradient back, at every
 call. If the weight is much larger than the activation, the activation is converted instead. All
 tensors are converted to NCHW where PyTorch's convolution may be wrong in NHWC.
+
+PyTorch computes small volumes on a CPU by a matrix of the values under each tap. Here oneDNN
+computes them, as it does larger ones in PyTorch.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,6 +43,7 @@ from preact_kernels.kernels.layout import (
     from_image,
     with_plain_strides,
 )
+from preact_kernels.torch_compat import MKLDNN, may_use_onednn
 
 
 class _Refusals(dict[Unit, str | None]):
@@ -242,6 +247,8 @@ def _as_images(weight: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
 def _convolve(a: Tensor, weight: Tensor, bias: Tensor | None, conv: Conv) -> Tensor:
     check_storage("conv_weight", weight)
     stride, padding, dilation, groups = conv
+    if _runs_in_onednn(a.shape, weight, conv):
+        return torch.mkldnn_convolution(a, weight, bias, padding, stride, dilation, groups)
     none = [0] * len(stride)
     return torch.convolution(a, weight, bias, stride, padding, dilation, False, none, groups)
 
@@ -254,10 +261,49 @@ def _convolution_backward(
     check_storage("dy", dy)
     stride, padding, dilation, groups = conv
     none, needs = [0] * len(stride), [of_input, not of_input, False]
-    found = torch.ops.aten.convolution_backward(
+    in_onednn = _runs_in_onednn(a.shape, weight, conv)
+    if in_onednn:  # PyTorch chooses by the layout of the input
+        if of_input:
+            a = torch.empty(a.shape, dtype=a.dtype, device=a.device, layout=MKLDNN)
+        else:
+            a = a.to_mkldnn()
+        dy = dy.to_mkldnn()
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
         dy, a, weight, None, stride, padding, dilation, False, none, groups, needs
     )
-    return found[0 if of_input else 1]
+    if not of_input:
+        return dweight
+    return dx.to_dense() if in_onednn else dx
+
+
+# PyTorch runs convolutions of one image in oneDNN if batch, channels, depth and height have more
+# elements. Below, the matrix of `_runs_in_onednn` is slow if it has many elements, and oneDNN is if
+# it reads many weights for each pixel (measured on two cores of Zen 5, with one and two threads).
+_MOST_NATIVE = 20480
+_LEAST_UNFOLDED = 128 * 1024
+_MOST_WEIGHTS_PER_PIXEL = 16 * 1024
+
+
+def _runs_in_onednn(shape: Sequence[int], weight: Tensor, conv: Conv) -> bool:
+    """Whether oneDNN runs a convolution of volumes `shape` that PyTorch would unfold to a matrix.
+
+    The matrix has a row for each input channel and tap, and a column for each pixel of the result.
+    """
+    if weight.dim() != 5 or weight.dtype != torch.float32 or not weight.is_cpu:
+        return False
+    if torch.compiler.is_compiling() or shape[0] != 1:
+        return False
+    channels, *kernel = weight.shape[1:]
+    taps, pixels = math.prod(kernel), math.prod(conv.output_shape(shape, weight.shape)[2:])
+    return (
+        math.prod(shape[:4]) <= _MOST_NATIVE
+        and conv.groups == 1
+        and taps > 1
+        and channels >= 4
+        and channels * taps * pixels >= _LEAST_UNFOLDED
+        and weight.numel() <= _MOST_WEIGHTS_PER_PIXEL * pixels
+        and may_use_onednn()
+    )
 
 
 def _converts_activation(a: Tensor, weight: Tensor) -> bool:
