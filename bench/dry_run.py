@@ -205,7 +205,8 @@ def cuda_launches(
     All pointers in the parameters of a launch are tensors: launchers set or clear all of them.
     Counts instructions in `_cuda.so`, if it is there; it must be built from these sources.
     """
-    from preact_kernels.kernels.cuda import LIBRARY, PACKAGE, CUDAKernels
+    from preact_kernels.kernels.cuda import LIBRARY, CUDAKernels
+    from preact_kernels.kernels.libraries import PACKAGE
     from testbed.cuda_on_host import build, serve_cpu
 
     if shutil.which(build.CXX[0]) is None:

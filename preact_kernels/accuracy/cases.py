@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from preact_kernels.activations import ACTIVATIONS
+from preact_kernels.kernels import layout
 from preact_kernels.kernels.contract import HALVES
 from preact_kernels.kernels.dropout import Mask
 from preact_kernels.modules.norm_act import NormAct
@@ -215,7 +216,7 @@ def _layout(name: str, column: Column) -> Case:
         x = x.detach()
         if name == "nchw":
             x = x.contiguous(memory_format=torch.channels_last)
-        return getattr(dispatch.kernels_for(x), name)(x)
+        return getattr(layout, name)(x)
 
     # Large enough for the CPU library to convert (65,536 elements).
     return Case(

@@ -31,7 +31,6 @@ from torch import Tensor
 from preact_kernels import torch_compat
 from preact_kernels.activations import RELU, Activation
 from preact_kernels.kernels.dropout import Mask, dropout, dropout_bits
-from preact_kernels.kernels.layout import nchw, nhwc
 from preact_kernels.kernels.running_stats import is_one_norm, scaled
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -448,14 +447,6 @@ class Kernels(Protocol):
     def dropout(self, values: Tensor, mask: Mask) -> Tensor:
         """Applies dropout to `values`, `[N, C, ...]` in NHWC order, in place."""
         return dropout(values, mask)
-
-    def nhwc(self, t: Tensor) -> Tensor:
-        """`t`, dense in NCHW or NHWC order, in NHWC order."""
-        return nhwc(t)
-
-    def nchw(self, t: Tensor) -> Tensor:
-        """`t`, dense in NCHW or NHWC order, in NCHW order."""
-        return nchw(t)
 
     @abstractmethod
     def residual_add_forward(

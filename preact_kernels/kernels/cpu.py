@@ -25,8 +25,9 @@ from preact_kernels.kernels.contract import (
     Wanted,
 )
 from preact_kernels.kernels.dropout import Mask
-from preact_kernels.kernels.layout import CHANNELS_LAST, nchw, nhwc
-from preact_kernels.kernels.native import NativeKernels, load_library
+from preact_kernels.kernels.layout import CPU_LIBRARY
+from preact_kernels.kernels.libraries import load_library
+from preact_kernels.kernels.native import NativeKernels
 from preact_kernels.kernels.pytorch_conv import other_dtype, unserved
 from preact_kernels.kernels.running_stats import scaled
 
@@ -41,8 +42,6 @@ _VALUES_PER_WEIGHT = {
 }
 # Beyond `ConvLimits.few_values` on AVX2, PyTorch runs float32 1x1 weights with more elements.
 _MOST_POINTWISE_WEIGHTS = 512 * 1024
-# PyTorch's copy between NCHW and NHWC on one thread is faster for tensors with fewer elements.
-_LEAST_CONVERTED = 64 * 1024
 
 
 class ConvLimits(NamedTuple):
@@ -171,27 +170,6 @@ class CPUKernels(NativeKernels):
         self._ops.dropout_.default(values, *mask)
         return values
 
-    def nhwc(self, t: Tensor) -> Tensor:
-        if not self._transposes(t, t.is_contiguous()):
-            return nhwc(t)
-        n, c, *sizes = t.shape
-        y = self._ops.transpose.default(t.view(n, c, math.prod(sizes)))
-        return y.view(n, *sizes, c).movedim(-1, 1)
-
-    def nchw(self, t: Tensor) -> Tensor:
-        if not self._transposes(t, t.is_contiguous(memory_format=CHANNELS_LAST[t.dim()])):
-            return nchw(t)
-        n, c, *sizes = t.shape
-        y = self._ops.transpose.default(t.movedim(1, -1).view(n, math.prod(sizes), c))
-        return y.view(t.shape)
-
-    @staticmethod
-    def _transposes(t: Tensor, is_other_format: bool) -> bool:
-        """Whether to convert a tensor in the library; PyTorch's copy is slow for large ones."""
-        has_one_order = min(t.shape[1], math.prod(t.shape[2:])) <= 1
-        is_large = t.numel() >= _LEAST_CONVERTED and t.dtype.itemsize in (2, 4)
-        return is_other_format and is_large and not has_one_order
-
     def running_stats_update(
         self,
         running: list[Tensor],
@@ -245,7 +223,7 @@ def _read_pixels(unit: Unit, inputs: Inputs) -> tuple[Unit, Inputs]:
 
 def load_error() -> str:
     """Loads the library. Returns the error, or an empty string."""
-    return load_library("_cpu.so")
+    return load_library(CPU_LIBRARY)
 
 
 @functools.cache

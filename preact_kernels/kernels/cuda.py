@@ -27,7 +27,8 @@ from preact_kernels.kernels.contract import (
     Unit,
     Wanted,
 )
-from preact_kernels.kernels.native import PACKAGE, NativeKernels, load_library
+from preact_kernels.kernels.libraries import PACKAGE, load_library
+from preact_kernels.kernels.native import NativeKernels
 from preact_kernels.kernels.pytorch_conv import (
     mixed_dtypes_refusal,
     rows_refusal,

@@ -1,11 +1,20 @@
 """Memory formats: kernels work on NHWC, results have the format that PyTorch would give."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from preact_kernels.kernels.libraries import load_library
+from preact_kernels.torch_compat import is_transformed
+
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+CPU_LIBRARY = "_cpu.so"
+# PyTorch's conversions between NCHW and NHWC are faster than the CPU library's for tensors with
+# fewer elements, or with fewer channels or pixels (measured with one and two threads).
+_LEAST_TRANSPOSED = 64 * 1024
+_LEAST_SIDE = 16
 
 
 def is_channels_last(t: Tensor) -> bool:
@@ -43,7 +52,11 @@ def with_bias(t: Tensor, bias: Tensor) -> Tensor:
 
 def nhwc(t: Tensor) -> Tensor:
     """`t` dense in NHWC (or NDHWC) order; `t` itself if it is already."""
-    return t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
+    if not (_may_transpose(t) and t.is_contiguous()):
+        return t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
+    n, c, *sizes = t.shape
+    y = torch.ops.preact_kernels_cpu.transpose.default(t.view(n, c, math.prod(sizes)))
+    return y.view(n, *sizes, c).movedim(-1, 1)
 
 
 def as_torch_nhwc(t: Tensor) -> Tensor:
@@ -61,19 +74,40 @@ def as_torch_nhwc(t: Tensor) -> Tensor:
 
 def nchw(t: Tensor) -> Tensor:
     """`t` dense in NCHW (or NCDHW) order; `t` itself if it is already."""
-    return t.contiguous()
+    if not (_may_transpose(t) and t.movedim(1, -1).is_contiguous()):
+        return t.contiguous()
+    n, c, *sizes = t.shape
+    matrices = t.movedim(1, -1).view(n, math.prod(sizes), c)
+    return torch.ops.preact_kernels_cpu.transpose.default(matrices).view(t.shape)
+
+
+def _may_transpose(t: Tensor) -> bool:
+    """Whether to convert a dense tensor in the CPU library; it has no derivative there."""
+    if t.device.type != "cpu" or t.dim() < 3 or type(t) is not Tensor:
+        return False
+    if torch.compiler.is_compiling() or is_transformed():
+        return False
+    return (
+        t.numel() >= _LEAST_TRANSPOSED
+        and min(t.shape[1], math.prod(t.shape[2:])) >= _LEAST_SIDE
+        and t.dtype.itemsize in (2, 4)
+        and not (t.requires_grad and torch.is_grad_enabled())
+        and not load_library(CPU_LIBRARY)
+    )
 
 
 def restored(y: Tensor, channels_last: bool) -> Tensor:
     """Converts `y` from NHWC to the memory format of the result."""
-    return y if channels_last else y.contiguous()
+    return y if channels_last else nchw(y)
 
 
 def with_plain_strides(t: Tensor) -> Tensor:
     """Returns `t` with the strides of a new NCHW tensor, also for axes of size 1."""
     if t.stride() == strides(t.shape, channels_last=False):
         return t
-    return t.clone(memory_format=torch.contiguous_format)
+    if t.is_contiguous():
+        return t.clone(memory_format=torch.contiguous_format)
+    return nchw(t)
 
 
 def as_image(t: Tensor) -> Tensor:
@@ -106,7 +140,7 @@ def shape_of(t: Tensor, dims: int) -> torch.Size:
 
 def as_planes(t: Tensor) -> Tensor:
     """Returns `t [N, C, ...]` as `[N, C, H, W]` in NCHW order."""
-    t = t.contiguous()
+    t = nchw(t)
     if t.dim() == 4:
         return t
     return t.view(*t.shape[:2], *((-1, t.shape[4]) if t.dim() == 5 else (1, -1)))

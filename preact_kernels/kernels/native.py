@@ -1,15 +1,11 @@
 """Adapters from the contract's named arguments to ops with flat arguments.
 
-The compiled libraries and the registered ops share `FlatOps`. `cpu.py` and `cuda.py` load one
-library each.
+The compiled libraries and the registered ops share `FlatOps`.
 """
 
-import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from preact_kernels import torch_compat
@@ -34,23 +30,6 @@ from preact_kernels.kernels.contract import (
     samples_of,
 )
 from preact_kernels.kernels.pytorch_conv import UnitKernels
-
-PACKAGE = Path(__file__).parent.parent
-
-
-@functools.cache
-def load_library(name: str) -> str:
-    """Loads a compiled library of the package. Returns the error, or an empty string."""
-    if not (PACKAGE / name).exists():
-        return (
-            f"{PACKAGE} has no {name}; if this is a source tree that hides an installed package, "
-            "run from another folder"
-        )
-    try:
-        torch.ops.load_library(str(PACKAGE / name))
-    except OSError as error:
-        return f"{name} does not load: {error}"
-    return ""
 
 
 def flat_gradient(gradient: Gradient) -> tuple:

@@ -41,6 +41,8 @@ from preact_kernels.kernels.layout import (
     as_image,
     check_storage,
     from_image,
+    nchw,
+    nhwc,
     with_plain_strides,
 )
 from preact_kernels.torch_compat import MKLDNN, may_use_onednn
@@ -146,7 +148,7 @@ class UnitKernels(Kernels):
             a = self._activated(x, norm, mask).to(unit.dtype)
             convert = self._to_convolution_format(unit, x, conv_weight)
             a = convert(a)
-            y = self.nhwc(_convolve(a, _as_images(conv_weight, convert), conv_bias, unit.conv))
+            y = nhwc(_convolve(a, _as_images(conv_weight, convert), conv_bias, unit.conv))
             del a
         if residual is not None:
             if added is not None:
@@ -195,7 +197,7 @@ class UnitKernels(Kernels):
                 like = torch.empty_like(x, dtype=unit.dtype)
             da = _convolution_backward(conv_dy, like, weight, unit.conv, of_input=True)
             del like
-            g = self.nhwc(da.to(x.dtype))
+            g = nhwc(da.to(x.dtype))
             del da
             if mask is not None:
                 g = self.dropout(g, mask)
@@ -224,7 +226,7 @@ class UnitKernels(Kernels):
             return _unchanged
         if may_be_wrong_in_nhwc(unit.conv, x.shape, weight.shape, unit.dtype):
             return with_plain_strides
-        return self.nchw if _converts_activation(x, weight) else _unchanged
+        return nchw if _converts_activation(x, weight) else _unchanged
 
     def _activated(
         self, x: Tensor, norm: Norm, mask: Mask | None, a: Tensor | None = None

@@ -22,7 +22,7 @@ from preact_kernels import __main__ as command
 from preact_kernels import torch_compat
 from preact_kernels.accuracy import check, oracle
 from preact_kernels.accuracy.cases import KINDS
-from preact_kernels.kernels import cpu
+from preact_kernels.kernels import cpu, layout
 from preact_kernels.kernels.contract import BlockKernels
 from preact_kernels.ops import dispatch
 from preact_kernels.ops.schema import SCHEMAS
@@ -47,8 +47,6 @@ KIND_OF = {
     "pool_sums": "group norm, SiLU",
     "dropout_bits": "dropout",
     "dropout": "dropout",
-    "nhwc": "layouts",
-    "nchw": "layouts",
     "residual_add_forward": "residual addition",
     "block_run_forward": "bottlenecks",
     "block_run_backward": "bottlenecks",
@@ -71,17 +69,17 @@ def first_tensor(results):
     return next(filter(None.__ne__, map(first_tensor, results or ())), None)
 
 
-def plant(name, monkeypatch, fault):
+def plant(name, monkeypatch, fault, owner=None):
     """Applies `fault` to the first tensor that a function of the CPU backend returns or updates."""
-    kernels = cpu.kernels()
-    function = getattr(kernels, name)
+    owner = owner or cpu.kernels()
+    function = getattr(owner, name)
 
     def faulty(*arguments, **options):
         results = function(*arguments, **options)
         fault(first_tensor(arguments[0] if results is None else results))
         return results
 
-    monkeypatch.setattr(kernels, name, faulty)
+    monkeypatch.setattr(owner, name, faulty)
 
 
 def wrong_by(share, t):
@@ -103,6 +101,13 @@ def test_a_fault_in_each_function_of_a_backend_is_found(name, column, monkeypatc
     cell = check.check_kind("cpu", KIND_OF[name], column)
     assert str(cell).startswith("MISS")
     assert all("allowed" in fault for fault in cell.faults)
+
+
+@pytest.mark.parametrize("name", ["nhwc", "nchw"])
+def test_a_fault_in_a_conversion_is_found(name, monkeypatch):
+    plant(name, monkeypatch, partial(wrong_by, 0.01), layout)
+    cell = check.check_kind("cpu", "layouts", FLOAT32)
+    assert str(cell).startswith("MISS")
 
 
 def other_bits_in_the_second_run():
@@ -165,7 +170,8 @@ def test_kinds_have_the_inputs_that_they_are_for(column):
     (many, *_) = KINDS["many pixels"](column)
     assert many.inputs["x"].shape[2:].numel() >= 1024 and "residual" in many.inputs
     if column == FLOAT32:
-        assert all(c.inputs["x"].numel() >= cpu._LEAST_CONVERTED for c in KINDS["layouts"](column))
+        least = layout._LEAST_TRANSPOSED
+        assert all(c.inputs["x"].numel() >= least for c in KINDS["layouts"](column))
 
 
 def test_a_large_error_of_plain_pytorch_itself_is_reported(monkeypatch):

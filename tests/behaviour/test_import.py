@@ -43,8 +43,8 @@ def with_unknown_backend():
 
 def without_library():
     import preact_kernels as pk
-    from preact_kernels.kernels import native
-    native.PACKAGE = Path("/nowhere")
+    from preact_kernels.kernels import libraries
+    libraries.PACKAGE = Path("/nowhere")
     print(pk.available_backends())
     try:
         pk.set_backend("cpu")

@@ -16,7 +16,7 @@ LAYERS = {
     **dict.fromkeys(("conversion", "graphs", "memory", "planning"), 4),
 }
 # Modules that several backends import.
-SHARED = ("contract", "dropout", "layout", "native", "pytorch_conv", "running_stats")
+SHARED = ("contract", "dropout", "layout", "libraries", "native", "pytorch_conv", "running_stats")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -16,7 +16,7 @@ from bench.dry_run import BACKWARD, FORWARD, Launch, Part, StageLaunches
 from bench.instructions import Count
 from bench.launches import Kernel, arguments, kernels_in, main, recorded, rows_of
 from bench.records import LAUNCHES, LaunchRow, put, read
-from preact_kernels.kernels import cuda
+from preact_kernels.kernels import cuda, libraries
 from testbed import cuda_programs
 from testbed.cuda_on_host import build
 
@@ -118,7 +118,7 @@ def test_kernels_issue_the_instructions_that_are_counted(monkeypatch):
 def test_convolutions_issue_as_many_instructions_as_are_compiled(backend, tmp_path):
     if cuda_programs.cuobjdump() is None:
         pytest.skip("cuobjdump is not installed")
-    library = cuda.PACKAGE / cuda.LIBRARY
+    library = libraries.PACKAGE / cuda.LIBRARY
     if backend == "cuda" and not (library.exists() and b"sm_90" in library.read_bytes()):
         pytest.skip("there is no CUDA library for sm_90")
     rows = rows_of_command(backend, "--network", "resnet-29", "--batch", "128", folder=tmp_path)

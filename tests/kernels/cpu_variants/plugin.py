@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from preact_kernels.kernels import cpu, native
+from preact_kernels.kernels import cpu, libraries
 from testbed.cuda_on_host import serve_cpu
 from tests.kernels.each_instruction_set import differing
 
 LIBRARY = Path(os.environ["PK_CPU_LIBRARY"])
-native.PACKAGE = LIBRARY.parent  # read when the library is loaded
+libraries.PACKAGE = LIBRARY.parent  # read when the library is loaded
 serve_cpu.install = lambda: False  # the CUDA library is not tested, and takes minutes to compile
 REPORTS = Path(os.environ["PK_REPORTS"])
 RUNTIMES = [Path(runtime) for runtime in os.environ["PK_RUNTIMES"].split()]
