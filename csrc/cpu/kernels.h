@@ -1,6 +1,7 @@
 // The kernels, which kernels/ defines for each instruction set.
 #pragma once
 
+#include "depthwise.h"
 #include "image_groups.h"
 #include "isa.h"
 
@@ -83,6 +84,11 @@ PK_FOR_EACH_ISA(
                            TapSquares<Accumulate<T>>& squares);
 
     template <class T> bool are_served(const TapSquares<Accumulate<T>>& squares);
+
+    // depthwise
+    template <class T>
+    void depthwise_weight_sums(const DepthwiseSizes& sizes, const DepthwisePart& part, const T* x,
+                               const T* dy, Accumulate<T>* sums);
 
     // norm_act_conv
     template <class T> void strip_forward(const ConvForward<T>& op, const Strip& strip,

@@ -10,6 +10,11 @@ namespace preact_kernels {
 Tensor dropout_bits(const Tensor& drawn);                               // dropout.cpp
 void dropout(const Tensor& values, const Tensor& bits, double factor);  // dropout.cpp
 Tensor transpose(const Tensor& x);                                      // transpose.cpp
+Tensor depthwise_weight_gradient(const Tensor& dy, const Tensor& x,
+                                 const std::vector<int64_t>& kernel,
+                                 const std::vector<int64_t>& stride,
+                                 const std::vector<int64_t>& padding,
+                                 const std::vector<int64_t>& dilation);  // depthwise.cpp
 void scaled_running_stats_update(const std::vector<Tensor>& running,
                                  const std::vector<Tensor>& batch, double momentum,
                                  const std::vector<double>& factors);  // bn_stats.cpp
@@ -48,6 +53,9 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("conv_route(Tensor x, Tensor conv_weight, int[] stride) -> (bool, bool)");
   m.def("dropout_bits(Tensor drawn) -> Tensor");
   m.def("transpose(Tensor x) -> Tensor");
+  m.def(
+      "depthwise_weight_gradient(Tensor dy, Tensor x, int[] kernel, int[] stride, int[] padding, "
+      "int[] dilation) -> Tensor");
   m.def("dropout_(Tensor(a!) values, Tensor bits, float factor) -> ()");
   m.def(
       "scaled_running_stats_update(Tensor(a!)[] running, Tensor[] batch, float momentum, "
@@ -62,6 +70,7 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
   m.impl("conv_route", TORCH_BOX(&conv_route));
   m.impl("dropout_bits", TORCH_BOX(&dropout_bits));
   m.impl("transpose", TORCH_BOX(&transpose));
+  m.impl("depthwise_weight_gradient", TORCH_BOX(&depthwise_weight_gradient));
   m.impl("dropout_", TORCH_BOX(&dropout));
   m.impl("scaled_running_stats_update", TORCH_BOX(&scaled_running_stats_update));
 }

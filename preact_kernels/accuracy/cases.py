@@ -331,6 +331,9 @@ KINDS: dict[str, Callable[[Column], list[Case]]] = {
         _convs((48, 32), size=3, groups=4, bias=True),
         _convs((10, 17), size=3, padding=2, dilation=2, bias=True),
     ),
+    "depthwise convolution": _each(
+        _convs((48, 48), size=5, groups=48), _convs((40, 40), size=3, stride=2, groups=40)
+    ),
     "3-D convolution": lambda column: [_conv_3d(column)],
     "convolution, evaluation": _convs((64, 64), size=3, training=False),
     "group norm, SiLU, convolution": _each(

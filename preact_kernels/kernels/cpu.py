@@ -16,6 +16,7 @@ from torch import Tensor
 from preact_kernels import torch_compat
 from preact_kernels.kernels.contract import (
     NO_EPILOGUE,
+    Conv,
     Epilogue,
     Gradient,
     Gradients,
@@ -42,6 +43,9 @@ _VALUES_PER_WEIGHT = {
 }
 # Beyond `ConvLimits.few_values` on AVX2, PyTorch runs float32 1x1 weights with more elements.
 _MOST_POINTWISE_WEIGHTS = 512 * 1024
+
+# Taps along an axis of the depthwise convolutions that the library serves.
+_MOST_DEPTHWISE_TAPS = 7
 
 
 class ConvLimits(NamedTuple):
@@ -162,6 +166,28 @@ class CPUKernels(NativeKernels):
         step_h, step_w = _steps(unit, x)
         g[:, :, ::step_h, ::step_w] = found.g
         return found._replace(g=g)
+
+    def weight_gradient(self, dy: Tensor, a: Tensor, weight: Tensor, conv: Conv) -> Tensor:
+        if not self._serves_depthwise(a, weight, conv):
+            return super().weight_gradient(dy, a, weight, conv)
+        return self._ops.depthwise_weight_gradient.default(dy, a, weight.shape[2:], *conv[:3])
+
+    def _serves_depthwise(self, a: Tensor, weight: Tensor, conv: Conv) -> bool:
+        """Whether the library computes the gradient of this weight, of a depthwise convolution.
+
+        PyTorch is up to 100 times slower, except for rows of 3 taps where oneDNN has bfloat16.
+        """
+        if weight.dim() != 4 or not 1 < a.shape[1] == conv.groups == weight.shape[0]:
+            return False
+        kernel_h, kernel_w = weight.shape[2:]
+        is_faster = kernel_w > 3 or a.dtype != torch.bfloat16 or self._channel_multiple < 16
+        return (
+            kernel_h <= _MOST_DEPTHWISE_TAPS
+            and kernel_w in range(3, _MOST_DEPTHWISE_TAPS + 1, 2)
+            and is_faster
+            and a.dtype != torch.float64
+            and a.is_contiguous(memory_format=torch.channels_last)
+        )
 
     def dropout_bits(self, drawn: Tensor) -> Tensor:
         return self._ops.dropout_bits.default(drawn)

@@ -213,10 +213,14 @@ class UnitKernels(Kernels):
                 _, sums = self.norm_act_backward(g, image, norm, False)
         if wanted.weight:
             a = convert(self._activated(x, norm, mask, a).to(unit.dtype))
-            dconv_weight = _convolution_backward(conv_dy, a, weight, unit.conv, of_input=False)
+            dconv_weight = self.weight_gradient(conv_dy, a, weight, unit.conv)
             if dconv_weight.stride() != conv_weight.stride():
                 dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
         return Gradients(g, sums, dconv_weight, whole if wanted.dy else None, activated)
+
+    def weight_gradient(self, dy: Tensor, a: Tensor, weight: Tensor, conv: Conv) -> Tensor:
+        """The gradient of the weight of a convolution of `a`."""
+        return _convolution_backward(dy, a, weight, conv, of_input=False)
 
     def _to_convolution_format(
         self, unit: Unit, x: Tensor, weight: Tensor

@@ -103,10 +103,14 @@ def test_a_fault_in_each_function_of_a_backend_is_found(name, column, monkeypatc
     assert all("allowed" in fault for fault in cell.faults)
 
 
-@pytest.mark.parametrize("name", ["nhwc", "nchw"])
-def test_a_fault_in_a_conversion_is_found(name, monkeypatch):
-    plant(name, monkeypatch, partial(wrong_by, 0.01), layout)
-    cell = check.check_kind("cpu", "layouts", FLOAT32)
+@needs_cpu_library
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("nhwc", "layouts"), ("nchw", "layouts"), ("weight_gradient", "depthwise convolution")],
+)
+def test_a_fault_in_another_function_is_found(name, kind, monkeypatch):
+    plant(name, monkeypatch, partial(wrong_by, 0.01), layout if kind == "layouts" else None)
+    cell = check.check_kind("cpu", kind, FLOAT32)
     assert str(cell).startswith("MISS")
 
 
@@ -380,7 +384,8 @@ def test_problems_in_float32_are_off_kinks():
     assert oracle.off_kinks(plain, {"x": x}, most=100)["x"] is x
 
 
-OPS_OF_LIBRARY = {*SCHEMAS} - {"running_stats_update"} | {"scaled_running_stats_update"}
+OF_CPU_ALONE = {"scaled_running_stats_update", "depthwise_weight_gradient"}
+OPS_OF_LIBRARY = {*SCHEMAS} - {"running_stats_update"} | OF_CPU_ALONE
 
 
 @pytest.mark.calls(*(f"preact_kernels_cpu::{name}" for name in OPS_OF_LIBRARY))

@@ -52,6 +52,10 @@ TESTS = {
     ),
     "kernels/test_cpu_dropout": ("masks_of_any_length",),
     "kernels/test_cpu_layout": ("every_bit_is_kept",),
+    "kernels/test_cpu_depthwise": (
+        "it_equals_the_gradient_in_float64",
+        "taps_outside_of_the_image_are_left_out",
+    ),
     "kernels/test_cpu_norm_act_conv": (
         "forward_and_backward",
         "every_activation_in_the_prologue_and_in_the_input_gradient",

@@ -15,6 +15,7 @@ NUMBERS = {
     "stride": [1, 1],
     "padding": [1, 1],
     "dilation": [1, 1],
+    "kernel": [3, 3],
     "kept_blocks": [0],
     "factor": 2.0,
     "momentum": 0.1,
