@@ -10,6 +10,8 @@ namespace preact_kernels {
 Tensor dropout_bits(const Tensor& drawn);                               // dropout.cpp
 void dropout(const Tensor& values, const Tensor& bits, double factor);  // dropout.cpp
 Tensor transpose(const Tensor& x);                                      // transpose.cpp
+std::tuple<Tensor, Tensor> norm_act_mask_recompute(const Tensor& dy, const Tensor& x,
+                                                   PK_NORM_PARAMETERS);  // norm_act.cpp
 Tensor depthwise_weight_gradient(const Tensor& dy, const Tensor& x,
                                  const std::vector<int64_t>& kernel,
                                  const std::vector<int64_t>& stride,
@@ -53,6 +55,7 @@ STABLE_TORCH_LIBRARY(preact_kernels_cpu, m) {
   m.def("conv_route(Tensor x, Tensor conv_weight, int[] stride) -> (bool, bool)");
   m.def("dropout_bits(Tensor drawn) -> Tensor");
   m.def("transpose(Tensor x) -> Tensor");
+  m.def("norm_act_mask_recompute(Tensor(a!) dy, Tensor x, " PK_NORM ") -> (Tensor, Tensor)");
   m.def(
       "depthwise_weight_gradient(Tensor dy, Tensor x, int[] kernel, int[] stride, int[] padding, "
       "int[] dilation) -> Tensor");
@@ -71,6 +74,7 @@ STABLE_TORCH_LIBRARY_IMPL(preact_kernels_cpu, CompositeExplicitAutograd, m) {
   m.impl("dropout_bits", TORCH_BOX(&dropout_bits));
   m.impl("transpose", TORCH_BOX(&transpose));
   m.impl("depthwise_weight_gradient", TORCH_BOX(&depthwise_weight_gradient));
+  m.impl("norm_act_mask_recompute", TORCH_BOX(&norm_act_mask_recompute));
   m.impl("dropout_", TORCH_BOX(&dropout));
   m.impl("scaled_running_stats_update", TORCH_BOX(&scaled_running_stats_update));
 }

@@ -1,3 +1,5 @@
+#include "../host/norm_act.h"
+
 #include "dtypes.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -88,6 +90,18 @@ void launch_norm_act_backward_mask(const ImageSizes& size, const Tensor& dy, con
 void launch_norm_act_recompute(const ImageSizes& size, const Tensor& dy, const Tensor& x,
                                const Norm& norm, const Tensor& a, const Tensor& sums) {
   launch_backward(size, dy, x, norm, nullptr, nullptr, &a, sums);
+}
+
+// norm_act_recompute, and dy becomes its g: used with convolutions that PyTorch computes.
+std::tuple<Tensor, Tensor> norm_act_mask_recompute(const Tensor& dy, const Tensor& x,
+                                                   PK_NORM_PARAMETERS) {
+  const Norm norm = norm_of(PK_NORM_ARGUMENTS);
+  const ImageSizes size = check_images("x", x);
+  check_like("dy", dy, size, x);
+  check_norm(norm, size, x);
+  const Tensor a = empty_dense(x, size), sums = empty_sums(x, size, norm.has_rows());
+  launch_backward(size, dy, x, norm, nullptr, &dy, &a, sums);
+  return {a, sums};
 }
 
 void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient, bool activated,

@@ -21,6 +21,7 @@ from preact_kernels.kernels.contract import (
     Gradient,
     Gradients,
     Inputs,
+    Norm,
     Output,
     Unit,
     Wanted,
@@ -166,6 +167,14 @@ class CPUKernels(NativeKernels):
         step_h, step_w = _steps(unit, x)
         g[:, :, ::step_h, ::step_w] = found.g
         return found._replace(g=g)
+
+    def masked(
+        self, dy: Tensor, x: Tensor, norm: Norm, with_a: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        if not with_a:
+            return super().masked(dy, x, norm, with_a)
+        a, sums = self._ops.norm_act_mask_recompute.default(dy, x, *norm)
+        return dy, sums, a
 
     def weight_gradient(self, dy: Tensor, a: Tensor, weight: Tensor, conv: Conv) -> Tensor:
         if not self._serves_depthwise(a, weight, conv):

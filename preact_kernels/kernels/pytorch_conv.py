@@ -203,7 +203,8 @@ class UnitKernels(Kernels):
                 g = self.dropout(g, mask)
             g, image = as_image(g), as_image(x)
             if not activated:
-                g, sums = self.norm_act_backward(g, image, norm, True)
+                g, sums, a = self.masked(g, image, norm, wanted.weight)
+                a = None if a is None else from_image(a, x.shape, True)
             elif not wanted.sums:
                 sums = norm.mean.new_zeros(norm.sums_shape(image))
             elif wanted.weight:
@@ -217,6 +218,16 @@ class UnitKernels(Kernels):
             if dconv_weight.stride() != conv_weight.stride():
                 dconv_weight = torch.empty_like(conv_weight).copy_(dconv_weight)
         return Gradients(g, sums, dconv_weight, whole if wanted.dy else None, activated)
+
+    def masked(
+        self, dy: Tensor, x: Tensor, norm: Norm, with_a: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """`norm_act_backward` with g, which may overwrite `dy`.
+
+        The third result is `act(p)` if `with_a` and one pass computes all, else None.
+        """
+        g, sums = self.norm_act_backward(dy, x, norm, True)
+        return g, sums, None
 
     def weight_gradient(self, dy: Tensor, a: Tensor, weight: Tensor, conv: Conv) -> Tensor:
         """The gradient of the weight of a convolution of `a`."""

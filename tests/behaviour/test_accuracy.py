@@ -384,7 +384,11 @@ def test_problems_in_float32_are_off_kinks():
     assert oracle.off_kinks(plain, {"x": x}, most=100)["x"] is x
 
 
-OF_CPU_ALONE = {"scaled_running_stats_update", "depthwise_weight_gradient"}
+OF_CPU_ALONE = {
+    "scaled_running_stats_update",
+    "norm_act_mask_recompute",
+    "depthwise_weight_gradient",
+}
 OPS_OF_LIBRARY = {*SCHEMAS} - {"running_stats_update"} | OF_CPU_ALONE
 
 

@@ -42,6 +42,7 @@ TESTS = {
         "which_results_are_not_finite_for_taps_outside_of_the_image",
     ),
     "kernels/test_any_norm_act": (
+        "one_pass_gives_the_bits_of_two",
         "values_and_derivatives_over_the_whole_range",
         "norm_ops_equal_their_specification",
     ),

@@ -149,6 +149,19 @@ def test_norm_ops_equal_their_specification(dtype, shape, offset, rows, activati
         assert_same_bits({"sums": found[f"{op} without g 1"]}, {"sums": found[f"{op} 1"]})
 
 
+@pytest.mark.backends("cpu")
+@pytest.mark.parametrize(("dtype", "shape", "offset", "rows", "activation"), CASES, ids=str)
+def test_one_pass_gives_the_bits_of_two(dtype, shape, offset, rows, activation, backend):
+    x, dy, norm, *_ = arguments(shape, dtype, None, offset, rows, activation)
+    g, sums = kernels().norm_act_backward(dy, x, norm, True)
+    a = kernels().norm_act_forward(x, norm)
+    unchanged = dy.clone(memory_format=torch.preserve_format)
+    *two, nothing = kernels().masked(dy, x, norm, False)
+    assert nothing is None and same_bits(dy, unchanged)
+    assert all(map(same_bits, two, (g, sums)))
+    assert all(map(same_bits, kernels().masked(dy, x, norm, True), (g, sums, a)))
+
+
 def test_norm_ops_with_rows_in_evaluation_mode_equal_their_specification(backend):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         given = arguments((2, 24, 5, 3), dtype, 0.0, 0, "weight bias", "silu")
