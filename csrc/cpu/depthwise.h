@@ -5,13 +5,13 @@
 
 namespace preact_kernels {
 
-// The position of the taps along one axis.
+// Sizes along one axis.
 struct DepthwiseAxis {
-  int64_t in, out;  // sizes
-  int64_t taps, stride, padding, dilation;
+  int64_t input, output, taps, stride, padding, dilation;
 
+  // The position in the input of tap 0 for a position in the output. It may be outside.
   int64_t first(int64_t position) const { return position * stride - padding; }
-  bool is_inside(int64_t place) const { return place >= 0 && place < in; }
+  bool has(int64_t position) const { return position >= 0 && position < input; }
 };
 
 struct DepthwiseSizes {
@@ -21,13 +21,16 @@ struct DepthwiseSizes {
   int64_t taps() const { return h.taps * w.taps; }
 };
 
-// Rows of the output, counted over all images, and channels.
-struct DepthwisePart {
-  int64_t first_row, end_row;
-  int64_t first_channel, end_channel;
+struct Range {
+  int64_t begin, end;
 };
 
-// Taps in a row of the kernel that the kernels serve: odd numbers.
+// A part of the output. Rows are counted over all images.
+struct DepthwisePart {
+  Range rows, columns, channels;
+};
+
+// Kernels have at most this many rows, and this or a lesser odd number of columns.
 constexpr int kMostDepthwiseTaps = 7;
 
 }  // namespace preact_kernels

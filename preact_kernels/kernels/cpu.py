@@ -45,9 +45,6 @@ _VALUES_PER_WEIGHT = {
 # Beyond `ConvLimits.few_values` on AVX2, PyTorch runs float32 1x1 weights with more elements.
 _MOST_POINTWISE_WEIGHTS = 512 * 1024
 
-# Taps along an axis of the depthwise convolutions that the library serves.
-_MOST_DEPTHWISE_TAPS = 7
-
 
 class ConvLimits(NamedTuple):
     """Limits of the library's direct convolutions; sizes are in elements."""
@@ -177,25 +174,26 @@ class CPUKernels(NativeKernels):
         return dy, sums, a
 
     def weight_gradient(self, dy: Tensor, a: Tensor, weight: Tensor, conv: Conv) -> Tensor:
-        if not self._serves_depthwise(a, weight, conv):
+        if not self._serves_depthwise(dy, a, weight, conv):
             return super().weight_gradient(dy, a, weight, conv)
         return self._ops.depthwise_weight_gradient.default(dy, a, weight.shape[2:], *conv[:3])
 
-    def _serves_depthwise(self, a: Tensor, weight: Tensor, conv: Conv) -> bool:
+    def _serves_depthwise(self, dy: Tensor, a: Tensor, weight: Tensor, conv: Conv) -> bool:
         """Whether the library computes the gradient of this weight, of a depthwise convolution.
 
-        PyTorch is up to 100 times slower, except for rows of 3 taps where oneDNN has bfloat16.
+        PyTorch takes up to 100 times as long, but not for 3 columns in bfloat16 where oneDNN has
+        bfloat16, with AVX-512.
         """
-        if weight.dim() != 4 or not 1 < a.shape[1] == conv.groups == weight.shape[0]:
+        if weight.dim() != 4 or not a.shape[1] == conv.groups == weight.shape[0]:
             return False
-        kernel_h, kernel_w = weight.shape[2:]
-        is_faster = kernel_w > 3 or a.dtype != torch.bfloat16 or self._channel_multiple < 16
+        rows, columns = weight.shape[2:]
         return (
-            kernel_h <= _MOST_DEPTHWISE_TAPS
-            and kernel_w in range(3, _MOST_DEPTHWISE_TAPS + 1, 2)
-            and is_faster
+            rows <= 7
+            and columns in (3, 5, 7)
+            and a.shape[1] >= self._channel_multiple  # a vector
             and a.dtype != torch.float64
-            and a.is_contiguous(memory_format=torch.channels_last)
+            and (columns > 3 or a.dtype != torch.bfloat16 or self._channel_multiple < 16)
+            and all(t.is_contiguous(memory_format=torch.channels_last) for t in (a, dy))
         )
 
     def dropout_bits(self, drawn: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from preact_kernels.kernels.libraries import load_library
-from preact_kernels.torch_compat import is_transformed
+from preact_kernels.torch_compat import has_fake_mode, is_transformed
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 CPU_LIBRARY = "_cpu.so"
@@ -56,7 +56,7 @@ def nhwc(t: Tensor) -> Tensor:
         return t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
     n, c, *sizes = t.shape
     y = torch.ops.preact_kernels_cpu.transpose.default(t.view(n, c, math.prod(sizes)))
-    return y.view(n, *sizes, c).movedim(-1, 1)
+    return y.view(n, *sizes, c).movedim(-1, 1).detach()
 
 
 def as_torch_nhwc(t: Tensor) -> Tensor:
@@ -78,19 +78,22 @@ def nchw(t: Tensor) -> Tensor:
         return t.contiguous()
     n, c, *sizes = t.shape
     matrices = t.movedim(1, -1).view(n, math.prod(sizes), c)
-    return torch.ops.preact_kernels_cpu.transpose.default(matrices).view(t.shape)
+    return torch.ops.preact_kernels_cpu.transpose.default(matrices).view(t.shape).detach()
 
 
 def _may_transpose(t: Tensor) -> bool:
-    """Whether to convert a dense tensor in the CPU library; it has no derivative there."""
+    """Whether to convert a dense tensor in the CPU library, whose op has no derivative.
+
+    The result must not be a view: a program may change it in place.
+    """
     if t.device.type != "cpu" or t.dim() < 3 or type(t) is not Tensor:
         return False
-    if torch.compiler.is_compiling() or is_transformed():
+    if torch.compiler.is_compiling() or is_transformed() or has_fake_mode():
         return False
     return (
         t.numel() >= _LEAST_TRANSPOSED
         and min(t.shape[1], math.prod(t.shape[2:])) >= _LEAST_SIDE
-        and t.dtype.itemsize in (2, 4)
+        and t.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and not (t.requires_grad and torch.is_grad_enabled())
         and not load_library(CPU_LIBRARY)
     )

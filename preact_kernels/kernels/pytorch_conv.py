@@ -10,8 +10,8 @@ PyTorch's convolution of an NHWC tensor converts an NCHW weight, and its gradien
 call. If the weight is much larger than the activation, the activation is converted instead. All
 tensors are converted to NCHW where PyTorch's convolution may be wrong in NHWC.
 
-PyTorch computes small volumes on a CPU by a matrix of the values under each tap. Here oneDNN
-computes them, as it does larger ones in PyTorch.
+On a CPU, PyTorch runs float32 convolutions of a single small volume without oneDNN, up to ten times
+slower. Here oneDNN runs them.
 """
 
 import functools
@@ -45,7 +45,7 @@ from preact_kernels.kernels.layout import (
     nhwc,
     with_plain_strides,
 )
-from preact_kernels.torch_compat import MKLDNN, may_use_onednn
+from preact_kernels.torch_compat import MKLDNN, has_fake_mode, may_use_onednn
 
 
 class _Refusals(dict[Unit, str | None]):
@@ -293,31 +293,31 @@ def _convolution_backward(
     return dx.to_dense() if in_onednn else dx
 
 
-# PyTorch runs convolutions of one image in oneDNN if batch, channels, depth and height have more
-# elements. Below, the matrix of `_runs_in_onednn` is slow if it has many elements, and oneDNN is if
-# it reads many weights for each pixel (measured on two cores of Zen 5, with one and two threads).
-_MOST_NATIVE = 20480
-_LEAST_UNFOLDED = 128 * 1024
+# PyTorch runs a convolution of one volume in oneDNN if N * C * D * H is larger.
+_MOST_ELEMENTS = 20480
+# Otherwise it multiplies by a matrix with a row for each input channel and tap, and a column for
+# each pixel of the result. oneDNN is faster if the matrix has more elements than this, and if there
+# are fewer weights than this for each pixel (measured on two cores of Zen 5, on one and two
+# threads, also limited to AVX2).
+_LEAST_ELEMENTS_OF_MATRIX = 128 * 1024
 _MOST_WEIGHTS_PER_PIXEL = 16 * 1024
 
 
 def _runs_in_onednn(shape: Sequence[int], weight: Tensor, conv: Conv) -> bool:
-    """Whether oneDNN runs a convolution of volumes `shape` that PyTorch would unfold to a matrix.
-
-    The matrix has a row for each input channel and tap, and a column for each pixel of the result.
-    """
+    """Whether to run a convolution of volumes of this shape in oneDNN where PyTorch does not."""
     if weight.dim() != 5 or weight.dtype != torch.float32 or not weight.is_cpu:
         return False
-    if torch.compiler.is_compiling() or shape[0] != 1:
+    if torch.compiler.is_compiling() or has_fake_mode() or shape[0] != 1:
         return False
     channels, *kernel = weight.shape[1:]
     taps, pixels = math.prod(kernel), math.prod(conv.output_shape(shape, weight.shape)[2:])
     return (
-        math.prod(shape[:4]) <= _MOST_NATIVE
+        math.prod(shape[:4]) <= _MOST_ELEMENTS
+        and min(kernel[1:]) <= 3  # PyTorch runs larger kernels in oneDNN
         and conv.groups == 1
         and taps > 1
         and channels >= 4
-        and channels * taps * pixels >= _LEAST_UNFOLDED
+        and channels * taps * pixels >= _LEAST_ELEMENTS_OF_MATRIX
         and weight.numel() <= _MOST_WEIGHTS_PER_PIXEL * pixels
         and may_use_onednn()
     )

@@ -1,5 +1,6 @@
 """The gradient of the weight of a depthwise convolution, by the CPU library."""
 
+import copy
 import itertools
 
 import pytest
@@ -10,62 +11,99 @@ from torch.nn import functional as F
 import preact_kernels as pk
 from preact_kernels.kernels import cpu, layout
 from tests.cases import INF, NAN
-from tests.oracle import distance
+from tests.oracle import check
 
 pytestmark = pytest.mark.skipif(bool(cpu.load_error()), reason=f"backend cpu: {cpu.load_error()}")
 
-# Shape of x, kernel, stride, padding and dilation.
+# Shape of x, kernel, stride, padding and dilation. No vector has more than 16 channels.
 CASES = [
     ((2, 16, 9, 10), (3, 3), (1, 1), (1, 1), (1, 1)),
     ((3, 40, 14, 13), (5, 5), (1, 1), (2, 2), (1, 1)),  # the last vector overlaps another
     ((2, 48, 11, 12), (7, 7), (1, 1), (3, 3), (1, 1)),
-    ((2, 5, 8, 9), (5, 5), (2, 2), (2, 2), (1, 1)),  # fewer channels than a vector has
+    ((2, 21, 8, 9), (5, 5), (2, 2), (2, 2), (1, 1)),
     ((1, 200, 7, 7), (3, 3), (2, 1), (1, 1), (1, 2)),
     ((2, 17, 1, 30), (1, 5), (1, 3), (0, 2), (1, 4)),  # a sequence
     ((2, 64, 2, 3), (5, 7), (1, 1), (6, 8), (3, 1)),  # most taps are outside of the image
     ((2, 33, 12, 3), (6, 3), (3, 2), (0, 0), (1, 1)),
-    ((9, 24, 33, 35), (5, 3), (1, 1), (2, 1), (1, 1)),  # several parts
+    ((1, 16, 1, 1), (3, 5), (4, 4), (1, 2), (1, 1)),
+    ((3, 150, 33, 35), (5, 3), (1, 1), (2, 1), (1, 1)),  # several parts and groups of channels
+    ((1, 16, 2, 1200), (3, 3), (1, 1), (1, 1), (1, 1)),  # parts of rows
 ]
+OP = "preact_kernels_cpu::depthwise_weight_gradient"
 
 
-def problem(case, dtype=torch.float32):
-    shape, kernel, *geometry = case
-    x = layout.nhwc(torch.randn(shape).to(dtype))
-    weight = torch.zeros(shape[1], 1, *kernel, dtype=dtype)
-    y = F.conv2d(x.double(), weight.double(), None, *geometry, groups=shape[1])
-    return layout.nhwc(torch.randn_like(y).to(dtype)), x, weight
-
-
-def expected(dy, x, weight, case):
-    weight = weight.double().requires_grad_()
-    _, _, *geometry = case
-    y = F.conv2d(x.double(), weight, None, *geometry, groups=x.shape[1])
-    return torch.autograd.grad(y, weight, dy.double())[0]
-
-
-def error(result, right):
-    return distance(result, right) / right.norm()
-
-
-def found(dy, x, case):
+def weight_gradient(dy, x, case):
     return torch.ops.preact_kernels_cpu.depthwise_weight_gradient(dy, x, *case[1:])
 
 
+def plain(x, weight, *, case):
+    return F.conv2d(x, weight, None, *case[2:], groups=x.shape[1])
+
+
+class Convolution(torch.autograd.Function):
+    """A convolution with the gradient of the library."""
+
+    @staticmethod
+    def forward(ctx, x, weight, case):
+        ctx.save_for_backward(x)
+        ctx.case = case
+        return plain(x, weight, case=case)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return None, weight_gradient(layout.nhwc(dy), x, ctx.case), None
+
+
+def problem(case, dtype=torch.float32):
+    shape, kernel, *_ = case
+    x = layout.nhwc(torch.randn(shape).to(dtype))
+    return {"x": x, "weight": torch.randn(shape[1], 1, *kernel).to(dtype)}
+
+
+@pytest.mark.calls(OP)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
-def test_it_equals_the_gradient_in_float64(case, dtype):
-    dy, x, weight = problem(case, dtype)
-    right, result = expected(dy, x, weight, case), found(dy, x, case)
-    assert result.dtype == dtype and result.is_contiguous() and result.shape == weight.shape
-    assert error(result, right) <= (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
-    assert torch.equal(found(dy, x, case), result)
+def test_it_equals_the_gradient_of_pytorch(case, dtype):
+    check(
+        lambda x, weight: Convolution.apply(layout.nhwc(x), weight, case),
+        lambda x, weight: plain(x, weight, case=case),
+        [problem(case, dtype) for _ in range(4)],
+        frozen=["x"],
+    )
+
+
+def test_long_rows_are_summed_in_parts():
+    case = ((1, 16, 1, 100_000), (1, 5), (1, 1), (0, 2), (1, 1))
+    inputs = problem(case)
+    inputs["x"] += 1
+    check(
+        lambda x, weight: Convolution.apply(layout.nhwc(x), weight, case),
+        lambda x, weight: plain(x, weight, case=case),
+        inputs,
+        draws=1,
+        frozen=["x"],
+    )
+
+
+def test_the_number_of_threads_changes_no_bit():
+    case, threads = CASES[-2], torch.get_num_threads()
+    x, found = problem(case)["x"], []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(weight_gradient(x, x, case))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_taps_outside_of_the_image_are_left_out():
     case = ((2, 16, 6, 5), (3, 3), (1, 1), (1, 1), (1, 1))
-    dy, x, _ = problem(case)
+    x = problem(case)["x"]
+    dy = torch.ones_like(x)
     dy[0, 3, 0, 0], dy[1, 5, -1, -1], x[1, 7, 2, 2] = NAN, INF, NAN
-    result = found(dy, x, case)
+    result = weight_gradient(dy, x, case)
     finite = result.isfinite()
     assert not finite[3, 0, 1:, 1:].any() and finite[3, 0, 0].all() and finite[3, 0, :, 0].all()
     assert not finite[5, 0, :2, :2].any() and finite[5, 0, 2].all() and finite[5, 0, :, 2].all()
@@ -77,48 +115,67 @@ def test_taps_outside_of_the_image_are_left_out():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({1: [3, 2], 4: [1, 2]}, "kernel: expected rows of 3, 5 or 7 taps, got 2"),
-        ({1: [8, 3]}, "kernel: expected 1 to 7 taps, got 8"),
-        ({1: [3]}, "expected 2 values, got 1"),
-        ({2: [0, 1]}, "stride: expected positive values, got 0"),
-        ({3: [-1, 1]}, "padding: expected values of 0 or more, got -1"),
-        ({4: [1, 0]}, "dilation: expected positive values, got 0"),
+        ({1: [3, 2], 4: [1, 2]}, "kernel: expected 3, 5 or 7 columns, got 2"),
+        ({1: [8, 3]}, "kernel: expected at most 7 rows, got 8"),
+        ({1: [3]}, "kernel: expected 2 values, got 1"),
+        ({2: [0, 1]}, "stride: expected values from 1 to 2147483647, got 0"),
+        ({3: [-1, 1]}, "padding: expected values from 0 to"),
+        ({4: [1, 0]}, "dilation: expected values from 1 to"),
+        ({3: [2**62, 1]}, "padding: expected values from 0 to"),
+        ({4: [1, 2**63 - 1]}, "dilation: expected values from 1 to"),
         ({3: [2, 1]}, "dy: expected a size of 11 on axis 2, got 9"),
         ({4: [9, 1]}, "dy: expected a size of 0 on axis 2, got 9"),
     ],
 )
 def test_arguments_are_checked(change, text):
-    dy, x, _ = problem(CASES[0])
+    x = problem(CASES[0])["x"]
     case = [change.get(i, given) for i, given in enumerate(CASES[0])]
     with pytest.raises(RuntimeError, match=text):
-        found(dy, x, case)
+        weight_gradient(x, x, case)
+
+
+def test_tensors_are_checked():
+    x = problem(CASES[0])["x"]
     with pytest.raises(RuntimeError, match="x: expected float32, bfloat16 or float16"):
-        found(dy.double(), x.double(), CASES[0])
+        weight_gradient(x.double(), x.double(), CASES[0])
     with pytest.raises(RuntimeError, match="dy: expected shape"):
-        found(dy[:, :8].contiguous(memory_format=torch.channels_last), x, CASES[0])
+        weight_gradient(layout.nhwc(x[:, :8]), x, CASES[0])
+    with pytest.raises(RuntimeError, match=r"x: expected at least \d+ channels, got 3"):
+        weight_gradient(layout.nhwc(x[:, :3]), layout.nhwc(x[:, :3]), CASES[0])
 
 
 class Unit(nn.Module):
-    def __init__(self, channels, kernel, stride, groups):
+    def __init__(self, channels, kernel, stride, padding):
         super().__init__()
         self.norm = nn.BatchNorm2d(channels)
-        self.conv = nn.Conv2d(channels, channels, kernel, stride, kernel // 2, groups=groups)
+        self.conv = nn.Conv2d(channels, channels, kernel, stride, padding, groups=channels)
 
     def forward(self, x):
         return self.conv(F.silu(self.norm(x)))
 
 
-@pytest.mark.calls("preact_kernels_cpu::depthwise_weight_gradient")
+@pytest.mark.calls(OP)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_depthwise_units_call_it(channels_last):
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+def test_depthwise_units(channels_last):
     for kernel, stride in itertools.product((3, 5, 7), (1, 2)):
-        net = Unit(24, kernel, stride, 24).to(memory_format=memory_format)
-        x = torch.randn(2, 24, 14, 13).to(memory_format=memory_format)
-        plain = Unit(24, kernel, stride, 24).double()
-        plain.load_state_dict(net.state_dict())
-        pk.convert(net)(x).square().sum().backward()
-        plain(x.double()).square().sum().backward()
-        for own, right in zip(net.parameters(), plain.parameters(), strict=True):
-            assert error(own.grad, right.grad) <= 1e-5
-        assert net.conv.weight.grad.stride() == net.conv.weight.stride()
+        unit, x = Unit(24, kernel, stride, kernel // 2), torch.randn(2, 24, 14, 13)
+        if channels_last:
+            unit, x = unit.to(memory_format=torch.channels_last), layout.nhwc(x)
+        check(pk.convert(copy.deepcopy(unit)), unit, {"x": x}, draws=1)
+
+
+# The images are dense in both formats; the convolutions run in NCHW.
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "stride", "padding"),
+    [
+        (torch.float16, 3, 2, (2, 1)),
+        (torch.bfloat16, 5, 2, (4, 2)),
+        (torch.float32, 5, 1, 3),
+    ],
+)
+def test_images_of_one_pixel(dtype, kernel, stride, padding):
+    unit = Unit(16, kernel, stride, padding).to(dtype).eval()
+    if stride == 1:
+        unit.conv.weight.data = unit.conv.weight.data.mT.contiguous().mT
+    inputs = [{"x": torch.randn(2, 16, 1, 1).to(dtype)} for _ in range(8)]
+    check(pk.convert(copy.deepcopy(unit)), unit, inputs)

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import preact_kernels as pk
 from preact_kernels.kernels import cpu, layout
 from preact_kernels.kernels.layout import CHANNELS_LAST
 
@@ -84,10 +87,53 @@ def test_what_has_a_derivative_is_converted_by_pytorch():
     assert torch.equal(dx, dy)
     x = layout.nhwc(x.detach())
     images = torch.stack([x, x + 1])
-    assert torch.equal(torch.vmap(layout.nchw)(images), images)
+    with Transposed() as transposed:
+        assert torch.equal(torch.vmap(layout.nchw)(images), images)
+        found = torch.func.grad(lambda x: (layout.nchw(x) * dy).sum())(x)
+    assert torch.equal(found, dy) and not transposed.dtypes
     with forward_ad.dual_level():
         y = layout.nchw(forward_ad.make_dual(x, dy))
         assert torch.equal(forward_ad.unpack_dual(y).tangent, dy)
+
+
+def test_subclasses_and_fake_tensors_are_converted_by_pytorch():
+    class Own(torch.Tensor):
+        pass
+
+    x = torch.randn(LARGE)
+    with Transposed() as transposed:
+        assert type(layout.nhwc(x.as_subclass(Own))) is Own
+        layout.nhwc(torch.nn.Parameter(x))
+    assert not transposed.dtypes
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(layout.nhwc(x), FakeTensor)
+
+
+def test_negative_values():
+    x = torch.randn(LARGE)
+    negative = torch.complex(x, x).conj().imag
+    assert negative.is_neg()
+    assert torch.equal(layout.nhwc(negative.contiguous()), -x)
+    assert torch.equal(layout.nhwc(torch._neg_view(x)), -x)
+
+
+def test_results_are_no_views():
+    x = torch.randn(LARGE)
+    for y in (
+        layout.nhwc(x),
+        layout.nchw(layout.nhwc(x)),
+        layout.with_plain_strides(layout.nhwc(x)),
+    ):
+        assert not y._is_view()
+    net = pk.convert(nn.Sequential(nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)))
+    with torch.no_grad(), Transposed() as transposed:
+        y = net(x)
+    assert transposed.dtypes
+    y += torch.ones(1, requires_grad=True)
+    y.sum().backward()
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(net(x).sum(), x)
+    assert not dx._is_view()
 
 
 def test_native_calls_check_their_matrices():

@@ -7,45 +7,43 @@
 
 PK_BEGIN_ISA
 
-// Sums of vectors of channels: one for each tap of some rows of the kernel. All are in registers
-// while the columns of a row of the output are read.
-template <class T, int kRows, int kTaps, class Lanes>
+// Sums for kRows rows of the kernel and a vector of channels. They stay in registers while a row of
+// the output is read.
+template <class T, int kRows, int kTaps>
 struct TapSums {
   using A = Accumulate<T>;
   const DepthwiseAxis& columns;
-  int64_t pixel, row;  // distances, in values: of two columns, of two rows under the kernel
-  Lanes lanes;
+  int64_t pixel, row;  // distances in memory: of two columns, of two rows of the kernel
 
   template <bool kIsInside>
   PK_INLINE void add(Vector<A> (&sum)[kRows][kTaps], const T* x, const T* dy, int64_t begin,
                      int64_t end) const {
     for (int64_t column = begin; column < end; ++column) {
-      const Vector<A> gradient = load(dy + column * pixel, lanes);
-      const int64_t first = columns.first(column);
+      const Vector<A> gradient = load(dy + column * pixel);
       for (int s = 0; s < kTaps; ++s) {
-        const int64_t place = first + s * columns.dilation;
-        if (!kIsInside && !columns.is_inside(place)) continue;
+        const int64_t read = columns.first(column) + s * columns.dilation;
+        if (!kIsInside && !columns.has(read)) continue;
         for (int r = 0; r < kRows; ++r) {
-          sum[r][s] += gradient * load(x + r * row + place * pixel, lanes);
+          sum[r][s] += gradient * load(x + r * row + read * pixel);
         }
       }
     }
   }
 
-  // Adds the products of a row of the output, `dy`, and the rows of the input under it, from `x`.
-  PK_OUTLINE void add_row(const T* x, const T* dy, Vector<A>* sums) const {
+  // Adds the products of columns of a row `dy` of the output with the rows of the input that the
+  // rows of the kernel read; x is the first of these.
+  PK_OUTLINE void add_row(const T* x, const T* dy, const Range& part, Vector<A>* sums) const {
     Vector<A> sum[kRows][kTaps];
     for (int i = 0; i < kRows * kTaps; ++i) sum[i / kTaps][i % kTaps] = sums[i];
-    // The columns of which all taps are inside of the image.
-    const int64_t reach = (kTaps - 1) * columns.dilation, last = columns.in - 1 - reach;
-    const int64_t after = last + columns.padding;
+    // From `begin` to `end`, all taps are inside of the image.
+    const int64_t last = columns.input - 1 - (kTaps - 1) * columns.dilation + columns.padding;
     int64_t begin = (columns.padding + columns.stride - 1) / columns.stride;
-    int64_t end = after < 0 ? 0 : after / columns.stride + 1;
-    begin = std::min(begin, columns.out);
-    end = std::clamp(end, begin, columns.out);
-    add<false>(sum, x, dy, 0, begin);
+    int64_t end = last < 0 ? 0 : last / columns.stride + 1;
+    begin = std::clamp(begin, part.begin, part.end);
+    end = std::clamp(end, begin, part.end);
+    add<false>(sum, x, dy, part.begin, begin);
     add<true>(sum, x, dy, begin, end);
-    add<false>(sum, x, dy, end, columns.out);
+    add<false>(sum, x, dy, end, part.end);
     for (int i = 0; i < kRows * kTaps; ++i) sums[i] = sum[i / kTaps][i % kTaps];
   }
 };
@@ -54,58 +52,74 @@ struct TapSums {
 template <int kTaps>
 constexpr int kRowsAtOnce = std::clamp((kRegisters - 4) / kTaps, 1, kTaps);
 
-// Adds `count` rows of the kernel, at most kRowsAtOnce at a time.
-template <class T, int kTaps, int kRows = kRowsAtOnce<kTaps>, class Lanes>
-PK_INLINE void add_rows(const DepthwiseAxis& columns, int64_t pixel, int64_t row, Lanes lanes,
-                        const T* x, const T* dy, Vector<Accumulate<T>>* sums, int64_t count) {
+// Adds `count` rows of the kernel, at most kRows at a time.
+template <class T, int kTaps, int kRows = kRowsAtOnce<kTaps>>
+PK_INLINE void add_rows(const DepthwiseAxis& columns, int64_t pixel, int64_t row, const T* x,
+                        const T* dy, const Range& part, int64_t count,
+                        Vector<Accumulate<T>>* sums) {
   for (; count >= kRows; count -= kRows) {
-    const TapSums<T, kRows, kTaps, Lanes> taps{columns, pixel, row, lanes};
-    taps.add_row(x, dy, sums);
+    TapSums<T, kRows, kTaps>{columns, pixel, row}.add_row(x, dy, part, sums);
     x += kRows * row;
     sums += kRows * kTaps;
   }
   if constexpr (kRows > 1) {
-    add_rows<T, kTaps, kRows - 1>(columns, pixel, row, lanes, x, dy, sums, count);
+    add_rows<T, kTaps, kRows - 1>(columns, pixel, row, x, dy, part, count, sums);
   }
 }
 
-template <class T, int kTaps, class Lanes>
-PK_OUTLINE void add_vector(const DepthwiseSizes& sizes, const DepthwisePart& part, const T* x,
-                           const T* dy, Lanes lanes, Accumulate<T>* sums) {
+// The most products of a sum in registers. The error grows with the length of a sum.
+constexpr int64_t kShortSum = 128;
+
+// The sums of a vector of channels.
+template <class T, int kTaps>
+PK_OUTLINE void vector_weight_sums(const DepthwiseSizes& sizes, const DepthwisePart& part,
+                                   const T* x, const T* dy, Accumulate<T>* sums) {
   const DepthwiseAxis &rows = sizes.h, &columns = sizes.w;
-  const int64_t pixel = sizes.channels, line = columns.in * pixel;
-  Vector<Accumulate<T>> found[kMostDepthwiseTaps * kTaps] = {};
-  for (int64_t at = part.first_row; at < part.end_row; ++at) {
-    const int64_t image = at / rows.out, first = rows.first(at % rows.out);
+  const int64_t pixel = sizes.channels, line = columns.input * pixel;
+  constexpr int kMost = kMostDepthwiseTaps * kTaps;
+  Vector<Accumulate<T>> short_sum[kMost] = {}, sum[kMost] = {};
+  int64_t summed = 0;
+  const auto add_short_sums = [&] {
+    for (int64_t tap = 0; tap < sizes.taps(); ++tap) {
+      sum[tap] += short_sum[tap];
+      short_sum[tap] = Vector<Accumulate<T>>{};
+    }
+    summed = 0;
+  };
+  for (int64_t at = part.rows.begin; at < part.rows.end; ++at) {
+    const int64_t image = at / rows.output, first = rows.first(at % rows.output);
     int64_t begin = 0, end = rows.taps;
-    while (begin < end && !rows.is_inside(first + begin * rows.dilation)) ++begin;
-    while (begin < end && !rows.is_inside(first + (end - 1) * rows.dilation)) --end;
-    const T* under = x + (image * rows.in + first + begin * rows.dilation) * line;
-    add_rows<T, kTaps>(columns, pixel, rows.dilation * line, lanes, under,
-                       dy + at * columns.out * pixel, found + begin * kTaps, end - begin);
+    while (begin < end && !rows.has(first + begin * rows.dilation)) ++begin;
+    while (begin < end && !rows.has(first + (end - 1) * rows.dilation)) --end;
+    if (begin == end) continue;
+    const T* read = x + (image * rows.input + first + begin * rows.dilation) * line;
+    const T* gradient = dy + at * columns.output * pixel;
+    for (int64_t c = part.columns.begin; c < part.columns.end; c += kShortSum) {
+      const Range read_columns{c, std::min(c + kShortSum, part.columns.end)};
+      summed += read_columns.end - c;
+      if (summed > kShortSum) {
+        add_short_sums();
+        summed = read_columns.end - c;
+      }
+      add_rows<T, kTaps>(columns, pixel, rows.dilation * line, read, gradient, read_columns,
+                         end - begin, short_sum + begin * kTaps);
+    }
   }
-  for (int64_t tap = 0; tap < sizes.taps(); ++tap) store(sums + tap * pixel, found[tap], lanes);
+  add_short_sums();
+  for (int64_t tap = 0; tap < sizes.taps(); ++tap) store(sums + tap * pixel, sum[tap]);
 }
 
-// sums [taps, C] = dy times the values of `x` under each tap, summed over the rows of a part, for
-// the channels of the part.
+// sums [taps, C] = dy times the value of x under each tap, summed over a part, for its channels: at
+// least a vector of them.
 template <class T>
 void depthwise_weight_sums(const DepthwiseSizes& sizes, const DepthwisePart& part, const T* x,
                            const T* dy, Accumulate<T>* sums) {
   constexpr int lanes = kLanes<Accumulate<T>>;
-  for (int64_t c = part.first_channel; c < part.end_channel; c += lanes) {
-    // The last vector begins earlier rather than being partly filled; it writes some sums again.
-    const int64_t channel = std::max(part.first_channel, std::min(c, part.end_channel - lanes));
-    const int filled = static_cast<int>(std::min<int64_t>(lanes, part.end_channel - channel));
+  for (int64_t first = part.channels.begin; first < part.channels.end; first += lanes) {
+    // The last vector may overlap the one before, with the same sums.
+    const int64_t c = std::min(first, part.channels.end - lanes);
     const auto add = [&](auto taps) {
-      constexpr int kTaps = decltype(taps)::value;
-      const T *from = x + channel, *gradient = dy + channel;
-      if (filled == lanes) {
-        const std::integral_constant<int, lanes> all;
-        add_vector<T, kTaps>(sizes, part, from, gradient, all, sums + channel);
-      } else {
-        add_vector<T, kTaps>(sizes, part, from, gradient, filled, sums + channel);
-      }
+      vector_weight_sums<T, decltype(taps)::value>(sizes, part, x + c, dy + c, sums + c);
     };
     switch (sizes.w.taps) {
       case 3:
