@@ -21,7 +21,7 @@ void check_values(const char* name, const std::vector<int64_t>& values, int64_t 
   }
 }
 
-// Cuts [0, size) into parts of about `length`.
+// A part of [0, size), cut into parts of this length.
 Range part_of(int64_t size, int64_t length, int64_t index) {
   return {index * length, std::min(size, (index + 1) * length)};
 }

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from preact_kernels.kernels.libraries import load_library
+from preact_kernels.kernels.libraries import CPU_LIBRARY, load_library
 from preact_kernels.torch_compat import has_fake_mode, is_transformed
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-CPU_LIBRARY = "_cpu.so"
 # PyTorch's conversions between NCHW and NHWC are faster than the CPU library's for tensors with
 # fewer elements, or with fewer channels or pixels (measured with one and two threads).
 _LEAST_TRANSPOSED = 64 * 1024
@@ -52,7 +51,7 @@ def with_bias(t: Tensor, bias: Tensor) -> Tensor:
 
 def nhwc(t: Tensor) -> Tensor:
     """`t` dense in NHWC (or NDHWC) order; `t` itself if it is already."""
-    if not (_may_transpose(t) and t.is_contiguous()):
+    if not (t.is_contiguous() and _may_transpose(t)):
         return t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
     n, c, *sizes = t.shape
     y = torch.ops.preact_kernels_cpu.transpose.default(t.view(n, c, math.prod(sizes)))
@@ -74,7 +73,7 @@ def as_torch_nhwc(t: Tensor) -> Tensor:
 
 def nchw(t: Tensor) -> Tensor:
     """`t` dense in NCHW (or NCDHW) order; `t` itself if it is already."""
-    if not (_may_transpose(t) and t.movedim(1, -1).is_contiguous()):
+    if t.is_contiguous() or not (_may_transpose(t) and t.movedim(1, -1).is_contiguous()):
         return t.contiguous()
     n, c, *sizes = t.shape
     matrices = t.movedim(1, -1).view(n, math.prod(sizes), c)

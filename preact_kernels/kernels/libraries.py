@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 PACKAGE = Path(__file__).parent.parent
+CPU_LIBRARY = "_cpu.so"
 
 
 @functools.cache

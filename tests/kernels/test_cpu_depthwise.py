@@ -27,7 +27,7 @@ CASES = [
     ((2, 33, 12, 3), (6, 3), (3, 2), (0, 0), (1, 1)),
     ((1, 16, 1, 1), (3, 5), (4, 4), (1, 2), (1, 1)),
     ((3, 150, 33, 35), (5, 3), (1, 1), (2, 1), (1, 1)),  # several parts and groups of channels
-    ((1, 16, 2, 1200), (3, 3), (1, 1), (1, 1), (1, 1)),  # parts of rows
+    ((1, 16, 2, 2500), (3, 3), (1, 1), (1, 1), (1, 1)),  # two parts of each row
 ]
 OP = "preact_kernels_cpu::depthwise_weight_gradient"
 

@@ -96,11 +96,9 @@ PK_OUTLINE void vector_weight_sums(const DepthwiseSizes& sizes, const DepthwiseP
     const T* gradient = dy + at * columns.output * pixel;
     for (int64_t c = part.columns.begin; c < part.columns.end; c += kShortSum) {
       const Range read_columns{c, std::min(c + kShortSum, part.columns.end)};
-      summed += read_columns.end - c;
-      if (summed > kShortSum) {
-        add_short_sums();
-        summed = read_columns.end - c;
-      }
+      const int64_t count = read_columns.end - c;
+      if (summed + count > kShortSum) add_short_sums();
+      summed += count;
       add_rows<T, kTaps>(columns, pixel, rows.dilation * line, read, gradient, read_columns,
                          end - begin, short_sum + begin * kTaps);
     }
