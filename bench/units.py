@@ -64,6 +64,13 @@ def _converted_block(channels: int) -> nn.Module:
     return pk.convert(block)
 
 
+def _converted_chain(channels: int) -> nn.Module:
+    """The inside of a bottleneck of ResNet v1: `conv(relu(norm(conv(relu(norm(conv(x)))))))`."""
+    convs = [nn.Conv2d(channels, channels, 3, padding=1, bias=False).bfloat16() for _ in range(3)]
+    norms = [nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU()) for _ in range(2)]
+    return pk.convert(nn.Sequential(convs[0], norms[0], convs[1], norms[1], convs[2]))
+
+
 def _group_norm(channels: int) -> nn.Module:
     return nn.GroupNorm(32, channels)
 
@@ -80,6 +87,7 @@ CASES = (
         True,
     ),
     UnitCase("two GN-SiLU-Conv3 + residual, converted", (8, 128, 256, 256), _converted_block),
+    UnitCase("two BN-ReLU-Conv3 behind Conv3, converted", (128, 128, 28, 28), _converted_chain),
     UnitCase("BN-ReLU", (128, 512, 28, 28), lambda c: pk.NormAct(nn.BatchNorm2d(c), "relu")),
 )
 

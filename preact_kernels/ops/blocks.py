@@ -394,8 +394,7 @@ class StageBackward:
             needs_weight, needs_bias, needs_conv_weight = self.needed.parameters[i]
             needs_g = i > first or needs_input or needs_weight or needs_bias
             needs_dy = i == end - 1 and block.is_residual and dy.step is not None
-            # PyTorch's convolution of the unit before takes the whole gradient.
-            is_whole = i > first and self._runs_pytorch(i - 1, inputs[i - 1 - begin])
+            is_whole = self._is_taken_whole(index, i, inputs[0])
             wanted = Wanted(needs_g, needs_conv_weight, needs_dy, activated=is_whole)
             unit_inputs = Inputs(h, norm, stage.values.parameters[i].conv_weight)
             g, sums, dconv_weight, whole, activated = kernels.norm_act_conv_backward(
@@ -428,12 +427,28 @@ class StageBackward:
                     dy = Gradient(kernels.norm_input_gradient(dy, activated=True))
         return inputs[0], dy
 
-    def _runs_pytorch(self, unit: int, x: Tensor) -> bool:
-        """Whether PyTorch's convolution runs in a unit with this input; False while compiling."""
+    def _is_taken_whole(self, index: int, unit: int, block_input: Tensor | None) -> bool:
+        """Whether the gradient of a unit's input is computed at once, and is no sum.
+
+        So it is if the caller takes it, or PyTorch's convolution of the unit before.
+
+        Args:
+            index: index of the block.
+            unit: index of the unit.
+            block_input: input of the block, if known.
+        """
+        stage = self.stage
+        begin = stage.first_unit[index]
         if torch.compiler.is_compiling():  # ops return g itself
             return False
-        pixels = x.numel() // x.shape[1]
-        return bool(self.stage.kernels.refusal(self.stage.units[unit], pixels))
+        if unit == begin and stage.blocks[index].is_residual:
+            return False
+        if unit == 0:
+            return True
+        x = block_input if unit - 1 == begin else stage.inputs[unit - 1]
+        if x is None:  # not kept: the number of pixels is unknown
+            return False
+        return bool(stage.kernels.refusal(stage.units[unit - 1], x.numel() // x.shape[1]))
 
     def _set_gradients(self, unit: int, conv_weight: Tensor | None, sums: Tensor | None) -> None:
         dbn_bias, dbn_weight = (None, None) if sums is None else sums.unbind()

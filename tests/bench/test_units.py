@@ -21,6 +21,7 @@ BYTES = {
     "BN-ReLU-Conv3 + residual": (12, 12),
     # The first bias goes to a norm, the second to the addition; x has two gradients.
     "two GN-SiLU-Conv3 + residual, converted": (18, 34),
+    "two BN-ReLU-Conv3 behind Conv3, converted": (12, 24),
     "BN-ReLU": (6, 10),
 }
 
@@ -40,6 +41,7 @@ def test_units_move_few_bytes_in_few_launches(backend, tmp_path, monkeypatch):
         units = 2 if name.startswith("two") else 1
         for direction, least, launches in zip(("forward", "backward"), limits, (5, 8), strict=True):
             row = rows[name, direction]
-            extra = 1 if "residual" in name else 0
+            # An addition; or a convolution, and the running statistics of both norms.
+            extra = 1 if "residual" in name else 5 if "behind" in name else 0
             assert row.kernels + row.operators <= launches * units + extra, row
             assert least <= row.bytes_per_element <= least + 0.3, row
