@@ -20,7 +20,7 @@ from tqdm import tqdm
 from bench import floors, measure, plan, plots, report
 from bench.contenders import ANCHOR, BY_NAME, GROUPS, Network, available, is_rival
 from bench.network import Session, Task
-from bench.records import Row, put, read, slug, write
+from bench.records import Row, put, read, remove, slug
 
 LEAST_SECONDS = 30  # least time left to start a task: importing PyTorch takes up to 15 s
 STOP_SECONDS = 10  # time from the interrupt of a process to the time limit
@@ -170,8 +170,7 @@ def main(given: Sequence[str] | None = None) -> int:
     }
     tasks = list(plan.tasks(a, common))
     # What is measured again; rows of other networks and of ops stay.
-    if old := rows_of(tasks, path):
-        write(path, [row for row in read(path, Row) if row not in old])
+    remove(path, rows_of(tasks, path))
     try:
         left_out = run(tasks, ceilings, start_s + a.time_limit)
     except KeyboardInterrupt:

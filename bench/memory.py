@@ -7,29 +7,33 @@ forward keeps for the backward and the peak memory of a training step; it compar
 converted model with float64. Then one process per model times the contenders in turn. Writes a CSV
 file after each of these processes; `make report` makes the table of docs/memory.md and the figure
 of README.md from it. Models of packages that are not installed are left out.
+
+On a GPU, the networks, the contenders and the process that measures them are those of
+bench/gpu_networks.py. `--gpu-networks` runs these on a CPU, with small inputs.
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-import preact_kernels as pk
-from bench import measure, models
-from bench.contenders import inductor
-from bench.models import IMAGENET, Case, Contender, Trained
-from bench.records import MEMORY, ModelRow, put, read, slug
+from bench import gpu_networks, measure, models
+from bench.models import IMAGENET, PLAIN, Case, Expected, Trained
+from bench.records import MEMORY, ModelRow, put, read, remove, slug
 from testbed import published_models as published
 
 
@@ -58,15 +62,6 @@ CASES = FIGURE | {
 """Models by name."""
 
 
-def _compile(model: nn.Module, case: Case, budget: float) -> None:
-    model.compile(backend=inductor(budget), dynamic=False)
-
-
-def _compiled(name: str, budget: float) -> Contender:
-    return Contender(name, functools.partial(_compile, budget=budget))
-
-
-PLAIN = "eager, channels_last"
 RIVALS = {
     "checkpoint": "checkpoint by block",
     "compile, model": "compile",
@@ -80,14 +75,17 @@ OWN = {
 }
 TITLES = RIVALS | OWN
 """Titles of the contenders that are compared with `PLAIN`."""
+ON_GPU = {
+    "eager, channels_last, graph": "eager, graph",
+    "pk.convert, channels_last, graph": "store, graph",
+    "pk.convert, rebuild, channels_last, graph": "rebuild, graph",
+}
+"""Titles of further contenders on a GPU."""
 
-_COMPILED = (
-    _compiled("compile, model", 1.0),
-    _compiled("compile, model, budget 0.5", 0.5),
-    _compiled("compile, model, budget 0.2", 0.2),
-)
+_COMPILED = (*gpu_networks.COMPILED, models.compiled_model("compile, model, budget 0.2", 0.2))
 _BY_NAME = {c.name: c for c in (*models.CONTENDERS, *_COMPILED)}
 CONTENDERS = tuple(_BY_NAME[name] for name in (PLAIN, *TITLES))
+"""Contenders on a CPU."""
 
 
 def _send_result(sender, call: Callable, *arguments: object) -> None:
@@ -141,10 +139,9 @@ def with_memory(row: ModelRow, a: argparse.Namespace) -> ModelRow:
             peak_bytes.append(one.peak_bytes())
         fused = ""
         if contender.is_fused:
-            report = pk.conversion_report(one.converted)
-            fused = f"{len(report.fused)} of {len(report)}"
-            reference = Trained(_BY_NAME[PLAIN], case, plain, a)
-            models.check_equal(Trained(contender, case, plain, a), reference)
+            fused = one.fused_norms()
+            expected = Expected.of(Trained(_BY_NAME[PLAIN], case, plain, a))
+            models.check_equal(Trained(contender, case, plain, a), expected)
     except (ArithmeticError, RuntimeError) as error:
         return dataclasses.replace(row, note=measure.first_line(error))
     peak = int(statistics.median(peak_bytes))
@@ -175,6 +172,11 @@ def with_times(rows: Sequence[ModelRow], a: argparse.Namespace) -> list[ModelRow
 
 def measured(rows: Sequence[ModelRow], path: Path, a: argparse.Namespace) -> list[ModelRow]:
     """Measures the contenders of a model; writes and returns their rows."""
+    try:
+        CASES[rows[0].case].build()
+    except ImportError as error:
+        print(f"{rows[0].case}: not measured, {error.name} is not installed")
+        return []
     done: list[ModelRow] = []
     for row in rows:
         print(f"{row.case}, {row.contender}: ", end="", flush=True)
@@ -198,52 +200,151 @@ def measured(rows: Sequence[ModelRow], path: Path, a: argparse.Namespace) -> lis
     return done
 
 
-def _is_done(rows: Sequence[ModelRow], path: Path) -> bool:
-    """Whether the file has a time, or the reason why there is none, of each row at its commit."""
+def _in_file(rows: Sequence[ModelRow], path: Path) -> list[ModelRow]:
+    """Returns rows as the file has them; those that it does not have are as given."""
     known = {r.key: r for r in read(path, ModelRow)}
-    found = [known[row.key] for row in rows if row.key in known]
-    return len(found) == len(rows) and all(
-        old.commit == row.commit and (old.median_ms or old.note)
-        for old, row in zip(found, rows, strict=True)
-    )
+    return [known.get(row.key, row) for row in rows]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints and writes."""
+def _is_done(row: ModelRow) -> bool:
+    """Whether a row has a time, or the reason why there is none."""
+    return bool(row.median_ms or row.note)
+
+
+def measured_in_one_process(
+    rows: Sequence[ModelRow], path: Path, ends: gpu_networks.Ends, a: argparse.Namespace
+) -> list[ModelRow]:
+    """Measures the contenders of one of the GPU's networks; returns their rows.
+
+    If the process crashes, the contender that it measured gets a note, and a new process measures
+    those that have neither a time nor a note.
+    """
+    remove(path, rows)
+    todo = list(rows)
+    while todo and time.time() < ends.all_s:
+        seconds = min(a.limit, ends.all_s - time.time())
+        try:
+            reason = in_own_process(seconds, gpu_networks.measure_rows, todo, path, ends, a)
+            if reason:
+                print(f"{rows[0].case}: not measured, {reason}")
+                return []
+            break
+        except RuntimeError as error:
+            if time.time() >= ends.all_s:
+                break
+            found = _in_file(todo, path)
+            blamed = [row for row in found if row.note == gpu_networks.UNFINISHED]
+            # It crashed when it timed those that have bytes, or before it measured any.
+            blamed = blamed or [row for row in found if row.peak_bytes and not _is_done(row)]
+            blamed = blamed or [row for row in found if not _is_done(row)]
+            note = measure.first_line(error)
+            print(note, flush=True)
+            for row in blamed:
+                put(path, dataclasses.replace(row, note=note))
+            todo = [row for row in _in_file(todo, path) if not _is_done(row)]
+    remove(path, [row for row in _in_file(rows, path) if row.note == gpu_networks.UNFINISHED])
+    return _in_file(rows, path)
+
+
+def compile_only(names: Sequence[str], ends: gpu_networks.Ends, a: argparse.Namespace) -> None:
+    """Fills the compiler's caches with code for networks, in two processes at a time."""
+
+    def compile_one(name: str) -> None:
+        seconds = max(0.0, min(a.limit, ends.all_s - time.time()))
+        try:
+            took = in_own_process(seconds, gpu_networks.compile_model, name, a.contenders, ends, a)
+        except RuntimeError as error:
+            took = measure.first_line(error)
+        print(f"{name}: {took}", flush=True)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, names))
+
+
+@contextlib.contextmanager
+def _compiler_caches(folder: Path | None) -> Iterator[None]:
+    """Sets the folder of PyTorch's caches of compiled code: a temporary one if None.
+
+    Their key has the memory budget. An empty cache has nothing of older versions.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder or temporary)
+        yield
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
     parser = measure.parser("bench.memory", __doc__, "--device", "--out")
-    names = [c.name for c in CONTENDERS]
-    models.add_options(parser, CASES, names)
+    cases = CASES | gpu_networks.CASES
+    contenders = dict.fromkeys(c.name for c in (*CONTENDERS, *gpu_networks.CONTENDERS))
+    models.add_options(parser, cases, list(contenders))
     add = parser.add_argument
     add("--limit", type=float, default=3600, help="seconds for each process (3600)")
+    words = "ends after this time; lists what was left out"
+    add("--time-limit", type=float, default=math.inf, metavar="SECONDS", help=words)
     add("--resume", action="store_true", help="leave out models that were measured at this commit")
-    a = parser.parse_args(arguments)
-    dtype, a.dtype = a.dtype, measure.DTYPES[a.dtype]
+    words = "the networks of a GPU (always on a GPU); on a CPU with small inputs"
+    add("--gpu-networks", action="store_true", help=words)
+    words = "measure nothing: fill the compiler's caches for the GPU's networks"
+    add("--compile-only", action="store_true", help=words)
+    add("--cache", type=Path, help="folder of the compiler's caches (a new one for each model)")
+    a = parser.parse_args(given)
+    a.gpu_networks |= a.device.type == "cuda" or a.compile_only
+    a.cases = [*(gpu_networks.CASES if a.gpu_networks else CASES)]
+    usable = [c.name for c in (gpu_networks.CONTENDERS if a.gpu_networks else CONTENDERS)]
+    a.models, a.contenders = a.models or a.cases, a.contenders or usable
+    for option, known in ("models", a.cases), ("contenders", usable):
+        if unknown := set(getattr(a, option)) - set(known):
+            parser.error(f"--{option}: expected some of {known}, got {sorted(unknown)}")
+    return a
+
+
+def _rows_of(name: str, a: argparse.Namespace, machine: measure.Machine) -> list[ModelRow]:
+    """Returns a row without results for each contender of a model."""
+    case = (gpu_networks.CASES if a.gpu_networks else CASES)[name]
+    shape = (a.device.type == "cuda" and case.gpu_shape) or case.shape
+    dtype = next(key for key, dtype in measure.DTYPES.items() if dtype == a.dtype)
+    return [
+        machine.stamp(ModelRow(name, c.name, "x".join(map(str, shape)), dtype))
+        for c in (gpu_networks.CONTENDERS if a.gpu_networks else CONTENDERS)
+        if c.name in a.contenders and (case.blocks or not c.needs_blocks)
+    ]
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    a = arguments(given)
+    a.dtype = measure.DTYPES[a.dtype]
     machine = measure.Machine.of(a.device)
     path = a.out / f"{slug(machine.device)}{MEMORY}"
-    failed = False
-    for name in a.models or CASES:
-        case = CASES[name]
-        on_gpu = a.device.type == "cuda"
-        shape = "x".join(map(str, (on_gpu and case.gpu_shape) or case.shape))
-        rows = [
-            machine.stamp(ModelRow(name, c.name, shape, dtype))
-            for c in CONTENDERS
-            if c.name in (a.contenders or names) and (case.blocks or not c.needs_blocks)
-        ]
-        if a.resume and _is_done(rows, path):
+    end_s = time.time() + a.time_limit
+    if a.compile_only:
+        with _compiler_caches(a.cache):
+            compile_only(a.models, gpu_networks.Ends(end_s, end_s), a)
+        return
+    failed, left_out = False, []
+    for index, name in enumerate(a.models):
+        rows = _rows_of(name, a, machine)
+        old = _in_file(rows, path)
+        if a.resume and all(r.commit == machine.commit and _is_done(r) for r in old):
             continue
-        try:
-            case.build()
-        except ImportError as error:
-            print(f"{name}: not measured, {error.name} is not installed")
+        now_s = time.time()
+        if now_s >= end_s:
+            left_out += rows
             continue
-        # The second process of a contender takes the code that the first one compiled. The key of
-        # PyTorch's caches has the memory budget; an empty cache has nothing of older versions.
-        with tempfile.TemporaryDirectory() as cache:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-            rows = measured(rows, path, a)
+        with _compiler_caches(a.cache):
+            if a.gpu_networks:
+                share_s = (end_s - now_s) / (len(a.models) - index)
+                ends = gpu_networks.Ends(end_s, now_s + share_s)
+                rows = measured_in_one_process(rows, path, ends, a)
+                left_out += [row for row in rows if not _is_done(row)]
+                print(gpu_networks.table(rows), flush=True)
+            else:
+                rows = measured(rows, path, a)
+                print(models.table(rows), flush=True)
         failed = failed or any(r.note for r in rows)
-        print(models.table(rows), flush=True)
+    for row in left_out:
+        print(f"left out: {row.case}, {row.contender}")
     if failed:
         sys.exit("bench.memory: some contenders were not measured")
 

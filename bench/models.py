@@ -49,12 +49,13 @@ class Case(NamedTuple):
     activations: Mapping | None = None
 
 
-def _noise_levels(batch: int) -> tuple[Tensor, ...]:
+def noise_levels(batch: int) -> tuple[Tensor, ...]:
+    """Returns the other input of a diffusion model."""
     return (torch.arange(batch) * 10,)
 
 
 def _noise_and_words(batch: int) -> tuple[Tensor, ...]:
-    return (*_noise_levels(batch), torch.randn(batch, 16, 64))
+    return (*noise_levels(batch), torch.randn(batch, 16, 64))
 
 
 def _diffusers(name: str, options: dict, shape: tuple, gpu_shape: tuple, **others) -> Case:
@@ -85,7 +86,7 @@ CASES = {
         "AutoencoderKL", packages.AUTOENCODER, (2, 3, 64, 64), (8, 3, 256, 256)
     ),
     "diffusers UNet2DModel": _diffusers(
-        "UNet2DModel", packages.UNET, (4, 3, 32, 32), (16, 3, 64, 64), others=_noise_levels
+        "UNet2DModel", packages.UNET, (4, 3, 32, 32), (16, 3, 64, 64), others=noise_levels
     ),
     "timm resnetv2_50": _timm("resnetv2_50", 8, "PreActBottleneck"),
     "torchvision resnet50": _torchvision("resnet50", "Bottleneck"),
@@ -107,7 +108,7 @@ CASES = {
         lambda: norm_act_models.SongUNet(64, (1, 2, 2), 2, dropout=0.1),
         (4, 3, 32, 32),
         "UNetBlock",
-        others=_noise_levels,
+        others=noise_levels,
     ),
     "robust WRN-28-10": Case(
         norm_act_models.SwishWideResNet,
@@ -123,7 +124,7 @@ CASES = {
         packages.UNET | {"resnet_time_scale_shift": "scale_shift"},
         (4, 3, 32, 32),
         (16, 3, 64, 64),
-        others=_noise_levels,
+        others=noise_levels,
     ),
     "diffusers UNet2DConditionModel": _diffusers(
         "UNet2DConditionModel",
@@ -149,6 +150,7 @@ class Contender(NamedTuple):
     channels_last: bool = True
     is_fused: bool = False
     needs_blocks: bool = False
+    is_graphed: bool = False  # its step is one of `pk.graphed_step`
 
 
 def _blocks(model: nn.Module, case: Case) -> list[nn.Module]:
@@ -178,6 +180,15 @@ def _compiled(name: str, budget: float) -> Contender:
     return Contender(name, functools.partial(_compile, budget=budget), needs_blocks=True)
 
 
+def _compile_model(model: nn.Module, case: Case, budget: float) -> None:
+    model.compile(backend=inductor(budget), dynamic=False)
+
+
+def compiled_model(name: str, budget: float) -> Contender:
+    """Returns a contender that compiles the whole model."""
+    return Contender(name, functools.partial(_compile_model, budget=budget))
+
+
 def _converted(name: str, memory: str, channels_last: bool = True) -> Contender:
     def prepare(model: nn.Module, case: Case) -> None:
         pk.convert(model, memory=memory, activations=case.activations)
@@ -185,9 +196,10 @@ def _converted(name: str, memory: str, channels_last: bool = True) -> Contender:
     return Contender(name, prepare, channels_last, is_fused=True)
 
 
+PLAIN = "eager, channels_last"
 CONTENDERS = (
     Contender("eager", channels_last=False),
-    Contender("eager, channels_last"),
+    Contender(PLAIN),
     _compiled("compile", 1.0),
     _compiled("compile, budget 0.5", 0.5),
     Contender("checkpoint", _checkpoint, needs_blocks=True),
@@ -206,6 +218,10 @@ def in_format(t: Tensor, channels_last: bool) -> Tensor:
     return t.contiguous(memory_format=formats[t.dim()])
 
 
+def _mean_square(y: Tensor, target: Tensor | None = None) -> Tensor:
+    return y.float().square().mean()
+
+
 class Trained:
     """One contender on one model."""
 
@@ -222,6 +238,8 @@ class Trained:
         self.x = in_format(x, contender.channels_last)
         self.model = packages.OneInput(self.converted, others)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9)
+        self._graphed: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._no_target = self.x.new_zeros(1)
 
     def autocast(self) -> torch.autocast:
         """Returns the context of a forward: autocast unless the dtype is float32."""
@@ -233,11 +251,27 @@ class Trained:
         with self.autocast():
             return self.model(self.x)
 
-    def step(self) -> None:
-        """Runs a training step."""
+    def capture(self) -> None:
+        """Makes `pk.graphed_step` run all further steps, without a seed; on a GPU, captured."""
+        arguments = (self.optimizer, self.x, self._no_target)
+        with self.autocast():
+            self._graphed = pk.graphed_step(self.model, _mean_square, *arguments)
+
+    def loss(self) -> float:
+        """Returns the loss of a forward."""
+        with torch.no_grad():
+            return float(_mean_square(self.forward()))
+
+    def step(self) -> Tensor:
+        """Runs a training step; returns the loss."""
+        if self._graphed is not None:
+            with self.autocast():  # on a CPU the step runs now
+                return self._graphed(self.x, self._no_target)
         self.optimizer.zero_grad(set_to_none=True)
-        self.forward().float().square().mean().backward()
+        loss = _mean_square(self.forward())
+        loss.backward()
         self.optimizer.step()
+        return loss.detach()
 
     def peak_bytes(self) -> int:
         """Returns the peak memory of a step, minus the memory between steps."""
@@ -256,20 +290,39 @@ class Trained:
         with self.autocast():
             return pk.saved_bytes(self.model, self.x)
 
+    def fused_norms(self) -> str:
+        """Returns how many norms of a converted model run fused, of how many."""
+        report = pk.conversion_report(self.converted)
+        return f"{len(report.fused)} of {len(report)}"
 
-def check_equal(fused: Trained, plain: Trained) -> None:
+
+class Expected(NamedTuple):
+    """What the output of a converted model in training mode is compared with."""
+
+    output: Tensor  # of the plain model in float64
+    plain_error: float  # norm of the error of the plain model
+    rounding: float  # norm of the rounding of the output
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, plain: Trained) -> "Expected":
+        """Runs the plain model."""
+        wide = copy.deepcopy(plain.model).double()
+        torch.manual_seed(2)
+        output = wide(plain.x.double())
+        plain_error = float((plain.forward().double() - output).norm())
+        return cls(output, plain_error, torch.finfo(plain.dtype).eps / 2 * float(output.norm()))
+
+
+@torch.no_grad()
+def check_equal(fused: Trained, expected: Expected) -> None:
     """Raises if the output in training mode exceeds the budget in the README.
 
     Both have the same memory format: dropout draws its numbers in the order of the memory.
     """
-    with torch.no_grad():
-        wide = copy.deepcopy(plain.model).double()
-        torch.manual_seed(2)
-        expected = wide(plain.x.double())
-        errors = [float((t.forward().double() - expected).norm()) for t in (fused, plain)]
-    rounding = torch.finfo(plain.dtype).eps / 2 * float(expected.norm())
-    if not errors[0] <= 2 * errors[1] + rounding:
-        raise ArithmeticError(f"error {errors[0]:.3g}, of the plain model {errors[1]:.3g}")
+    error = float((fused.forward().double() - expected.output).norm())
+    if not error <= 2 * expected.plain_error + expected.rounding:
+        raise ArithmeticError(f"error {error:.3g}, of the plain model {expected.plain_error:.3g}")
 
 
 def measured(plain: nn.Module, rows: Sequence[ModelRow], a: argparse.Namespace) -> None:
@@ -278,16 +331,15 @@ def measured(plain: nn.Module, rows: Sequence[ModelRow], a: argparse.Namespace) 
     case = CASES[name]
     contenders = {c.name: c for c in CONTENDERS}
     trained: dict[str, Trained] = {}
-    references = [Trained(contenders[n], case, plain, a) for n in ("eager", "eager, channels_last")]
+    references = [Trained(contenders[n], case, plain, a) for n in ("eager", PLAIN)]
     for row in rows:
         contender = contenders[row.contender]
         row.shape = "x".join(map(str, references[0].x.shape))
         try:
             one = Trained(contender, case, plain, a)
             if contender.is_fused:
-                check_equal(one, references[contender.channels_last])
-                report = pk.conversion_report(one.converted)
-                row.fused = f"{len(report.fused)} of {len(report)}"
+                check_equal(one, Expected.of(references[contender.channels_last]))
+                row.fused = one.fused_norms()
             one.step()
             row.saved_bytes = one.saved_bytes()
             one.step()
@@ -304,22 +356,23 @@ def measured(plain: nn.Module, rows: Sequence[ModelRow], a: argparse.Namespace) 
             row.median_ms, row.p20_ms, row.p80_ms = times[row.contender]
 
 
+def line(row: ModelRow) -> dict[str, str]:
+    """Returns the line of a contender in a table."""
+    return {
+        "model": row.case,
+        "input": row.shape,
+        "dtype": row.dtype,
+        "contender": row.contender,
+        "fused": row.fused,
+        "kept, MiB": mib(row.saved_bytes),
+        "peak, MiB": mib(row.peak_bytes),
+        "step, ms": row.note or number(row.median_ms, ",.0f"),
+    }
+
+
 def table(rows: Sequence[ModelRow]) -> str:
     """Formats a line per contender."""
-    lines = [
-        {
-            "model": row.case,
-            "input": row.shape,
-            "dtype": row.dtype,
-            "contender": row.contender,
-            "fused": row.fused,
-            "kept, MiB": mib(row.saved_bytes),
-            "peak, MiB": mib(row.peak_bytes),
-            "step, ms": row.note or number(row.median_ms, ",.0f"),
-        }
-        for row in rows
-    ]
-    return records.table(lines)
+    return records.table([line(row) for row in rows])
 
 
 def add_options(

@@ -226,6 +226,17 @@ def put(path: Path, *records: Measured) -> None:
     write(path, list((known | {r.key: r for r in records}).values()))
 
 
+def remove(path: Path, records: Sequence[Measured]) -> None:
+    """Removes records with the same keys from a CSV file, and a file without records."""
+    if not records:
+        return
+    keys = {r.key for r in records}
+    if kept := [r for r in read(path, type(records[0])) if r.key not in keys]:
+        write(path, kept)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def write(path: Path, records: list) -> None:
     """Writes a CSV file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench import measure, memory, plots
+from bench import gpu_networks, measure, memory, plots
 from bench.contenders import ANCHOR, BY_NAME, FAMILIES, Network, is_rival, relative_times
 from bench.measure import ROOT
 from bench.records import (
@@ -272,7 +272,7 @@ def models_block(folder: Path, page: Path) -> str:
 
 def _memory_rows(folder: Path) -> dict[str, list[list[ModelRow]]]:
     """Reads the rows of `python -m bench.memory` by device and model, if eager is measured."""
-    order = [*memory.CASES]
+    order = [*memory.CASES, *gpu_networks.CASES]
     found: dict[str, list[list[ModelRow]]] = {}
     for path in sorted(folder.glob(f"*{MEMORY}")):
         by_model: dict[tuple, list[ModelRow]] = {}
@@ -291,7 +291,9 @@ def _is_measured(row: ModelRow) -> bool:
 
 def memory_table(groups: Iterable[Sequence[ModelRow]]) -> str:
     """Formats a line per model: speed, kept bytes and peak of each contender, relative to eager."""
-    lines = []
+    lines, groups = [], list(groups)
+    measured = {r.contender for group in groups for r in group}
+    titles = memory.TITLES | memory.ON_GPU
     for group in groups:
         own = {r.contender: r for r in group}
         plain = own[memory.PLAIN]
@@ -301,7 +303,9 @@ def memory_table(groups: Iterable[Sequence[ModelRow]]) -> str:
             "dtype": plain.dtype,
             "eager keeps, MiB": mib(plain.saved_bytes),
         }
-        for name, title in memory.TITLES.items():
+        for name, title in titles.items():
+            if name not in measured:
+                continue
             row, cell = own.get(name), ""
             if row is not None and _is_measured(row):
                 speed, kept = plain.median_ms / row.median_ms, row.saved_bytes / plain.saved_bytes

@@ -1,4 +1,4 @@
-"""Models of other packages with random weights, in small configurations."""
+"""Models of other packages with random weights, in small configurations and in published ones."""
 
 import importlib
 from collections.abc import Sequence
@@ -17,12 +17,25 @@ AUTOENCODER = {
     "latent_channels": 4,
     "sample_size": 64,
 }
+STABLE_DIFFUSION_AUTOENCODER = AUTOENCODER | {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "sample_size": 256,
+}
 UNET = {
     "sample_size": 32,
     "block_out_channels": (64, 128, 128),
     "layers_per_block": 2,
     "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+}
+WIDE_UNET = {
+    "sample_size": 64,
+    "block_out_channels": (128, 256, 384, 512),
+    "layers_per_block": 2,
+    "down_block_types": ("DownBlock2D",) * 2 + ("AttnDownBlock2D",) * 2,
+    "up_block_types": ("AttnUpBlock2D",) * 2 + ("UpBlock2D",) * 2,
 }
 CONDITIONED = {
     "sample_size": 32,
@@ -40,6 +53,11 @@ SEG_RES_NET = {
     "out_channels": 2,
     "blocks_down": (1, 2, 2),
     "blocks_up": (1, 1),
+}
+PUBLISHED_SEG_RES_NET = SEG_RES_NET | {
+    "init_filters": 32,
+    "blocks_down": (1, 2, 2, 4),
+    "blocks_up": (1, 1, 1),
 }
 BASIC_UNET = {
     "spatial_dims": 3,

@@ -268,6 +268,86 @@ class DeepNet(nn.Module):
         return self.fc(self.head(x).flatten(1))
 
 
+def _conv_norm_silu(in_planes: int, planes: int, kernel_size=1, stride: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(in_planes, planes, kernel_size, stride, kernel_size // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(planes), nn.SiLU(inplace=True))
+
+
+class CrossStage(nn.Module):
+    """Cross-stage partial block (arXiv:1911.11929): bottlenecks on one of two projections."""
+
+    def __init__(self, in_planes: int, planes: int, count: int, has_shortcut: bool = True) -> None:
+        super().__init__()
+        inner = planes // 2
+        self.first, self.second = (_conv_norm_silu(in_planes, inner) for _ in range(2))
+        units = [
+            nn.Sequential(_conv_norm_silu(inner, inner), _conv_norm_silu(inner, inner, 3))
+            for _ in range(count)
+        ]
+        self.units = nn.Sequential(*[Residual(u) if has_shortcut else u for u in units])
+        self.last = _conv_norm_silu(2 * inner, planes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat((self.units(self.first(x)), self.second(x)), 1))
+
+
+class PyramidPooling(nn.Module):
+    """Spatial pyramid pooling (arXiv:1406.4729): max pooling in turn instead of in parallel."""
+
+    def __init__(self, planes: int) -> None:
+        super().__init__()
+        self.first = _conv_norm_silu(planes, planes // 2)
+        self.last = _conv_norm_silu(2 * planes, planes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [self.first(x)]
+        for _ in range(3):
+            maps.append(F.max_pool2d(maps[-1], 5, 1, 2))
+        return self.last(torch.cat(maps, 1))
+
+
+class Detector(nn.Module):
+    """A YOLO-like detector: cross-stage partial blocks, top-down and bottom-up paths, three heads.
+
+    The paths are those of PANet (arXiv:1803.01534). Returns `[N, outputs, pixels of all heads]`.
+    """
+
+    def __init__(self, planes: int = 32, counts=(1, 2, 3, 1), outputs: int = 255) -> None:
+        super().__init__()
+        widths = [planes * 2**i for i in range(1, 5)]
+        small, middle, large = widths[1:]
+        self.stem = _conv_norm_silu(3, planes, 3, 2)
+        self.stages = nn.ModuleList()
+        for in_planes, width, count in zip((planes, *widths), widths, counts, strict=False):
+            down = _conv_norm_silu(in_planes, width, 3, 2)
+            self.stages.append(nn.Sequential(down, CrossStage(width, width, count)))
+        self.pooling = PyramidPooling(large)
+        self.to_middle = _conv_norm_silu(large, middle)
+        self.middle = CrossStage(2 * middle, middle, 1, has_shortcut=False)
+        self.to_small = _conv_norm_silu(middle, small)
+        self.small = CrossStage(2 * small, small, 1, has_shortcut=False)
+        self.small_down = _conv_norm_silu(small, small, 3, 2)
+        self.middle_again = CrossStage(2 * small, middle, 1, has_shortcut=False)
+        self.middle_down = _conv_norm_silu(middle, middle, 3, 2)
+        self.large = CrossStage(2 * middle, large, 1, has_shortcut=False)
+        self.heads = nn.ModuleList([nn.Conv2d(width, outputs, 1) for width in widths[1:]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, maps = self.stem(x), []
+        for stage in self.stages:
+            x = stage(x)
+            maps.append(x)
+        _, small, middle, _ = maps
+        from_large = self.to_middle(self.pooling(x))
+        middle = self.middle(torch.cat((F.interpolate(from_large, scale_factor=2), middle), 1))
+        from_middle = self.to_small(middle)
+        small = self.small(torch.cat((F.interpolate(from_middle, scale_factor=2), small), 1))
+        middle = self.middle_again(torch.cat((self.small_down(small), from_middle), 1))
+        large = self.large(torch.cat((self.middle_down(middle), from_large), 1))
+        found = zip(self.heads, (small, middle, large), strict=True)
+        return torch.cat([head(y).flatten(2) for head, y in found], 2)
+
+
 class DropPath(nn.Module):
     """Stochastic depth: drops the branch of some images."""
 

@@ -4,8 +4,9 @@ import os
 import time
 
 import pytest
+import torch
 
-from bench import memory
+from bench import gpu_networks, memory
 from bench.records import ModelRow, read
 from testbed import norm_act_models
 
@@ -19,7 +20,8 @@ def measured(monkeypatch, tmp_path):
         "SwishBlock",
         activations={norm_act_models.SwishFunction: "silu"},
     )
-    monkeypatch.setitem(memory.CASES, "tiny", tiny)
+    for cases in memory.CASES, gpu_networks.CASES:
+        monkeypatch.setitem(cases, "tiny", tiny)
     monkeypatch.setattr(memory, "in_own_process", lambda seconds, call, *given: call(*given))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")
 
@@ -73,7 +75,7 @@ def test_the_whole_model_is_compiled_within_its_budget(measured, monkeypatch):
 
         return compile_graph
 
-    monkeypatch.setattr(memory, "inductor", backend)
+    monkeypatch.setattr(memory.models, "inductor", backend)
     names = [name for name in memory.RIVALS if name.startswith("compile")]
     rows = measured("--contenders", *names)
     assert all(rows[name].median_ms for name in names)
@@ -89,3 +91,78 @@ def test_a_process_of_its_own_gives_a_result_or_says_why_not():
         memory.in_own_process(60, os._exit, 3)
     with pytest.raises(RuntimeError, match="no result within 0 s"):
         memory.in_own_process(0.1, time.sleep, 60)
+
+
+STORE, GRAPHED = gpu_networks.STORE, f"{gpu_networks.STORE}, graph"
+
+
+def test_networks_of_a_gpu_are_measured_in_one_process(measured, monkeypatch, capsys):
+    in_own_process, calls = memory.in_own_process, []
+
+    def counted(seconds, call, *given):
+        calls.append(call)
+        return in_own_process(seconds, call, *given)
+
+    monkeypatch.setattr(memory, "in_own_process", counted)
+    monkeypatch.setattr(memory.models, "inductor", lambda budget: lambda graph, _: graph.forward)
+    rows = measured("--gpu-networks")
+    assert len(calls) == 1
+    assert list(rows) == [c.name for c in gpu_networks.CONTENDERS]
+    for name, row in rows.items():
+        assert row.median_ms and row.saved_bytes and not row.note and row.shape == "4x3x8x8"
+        assert row.fused == ("7 of 7" if "convert" in name else "")
+    assert rows[GRAPHED].saved_bytes == rows[STORE].saved_bytes < rows[memory.PLAIN].saved_bytes
+    assert f"in the same rounds, {STORE} took" in capsys.readouterr().out
+
+
+def test_a_wrong_captured_step_gets_no_time(measured, monkeypatch):
+    def other_step(*arguments):
+        return lambda x, target: torch.tensor(1e9)
+
+    monkeypatch.setattr(memory.models.pk, "graphed_step", other_step)
+    with pytest.raises(SystemExit, match="some contenders were not measured"):
+        measured("--gpu-networks", "--contenders", STORE, GRAPHED)
+    rows = measured("--gpu-networks", "--resume", "--contenders", STORE)
+    assert rows[STORE].median_ms and rows[GRAPHED].median_ms is None
+    assert rows[GRAPHED].note.startswith("ArithmeticError: loss of a captured step 1e+09")
+
+
+def test_a_contender_that_crashes_the_process_leaves_the_others_measured(measured, monkeypatch):
+    class Crash(BaseException):
+        pass
+
+    def crash(one):
+        raise Crash
+
+    def in_process(seconds, call, *given):
+        try:
+            return call(*given)
+        except Crash:
+            raise RuntimeError("the process ended with exit status -11") from None
+
+    monkeypatch.setattr(memory, "in_own_process", in_process)
+    monkeypatch.setattr(memory.models.Trained, "capture", crash)
+    with pytest.raises(SystemExit, match="some contenders were not measured"):
+        measured("--gpu-networks", "--contenders", memory.PLAIN, GRAPHED, STORE)
+    rows = measured("--gpu-networks", "--resume", "--contenders", memory.PLAIN)
+    assert set(rows) == {memory.PLAIN, GRAPHED, STORE}
+    for name, row in rows.items():
+        note = "RuntimeError: the process ended with exit status -11"
+        assert (row.note, bool(row.median_ms)) == ((note, False) if "graph" in name else ("", True))
+
+
+def test_a_run_ends_at_its_time_limit_and_says_what_it_left_out(measured, monkeypatch, capsys):
+    add = gpu_networks.Network.add
+
+    def too_long(network, row):
+        row = add(network, row)
+        monkeypatch.setattr(gpu_networks.Ends, "passed", lambda ends, contender: True)
+        return row
+
+    monkeypatch.setattr(gpu_networks.Network, "add", too_long)
+    rows = measured("--gpu-networks", "--time-limit", "60", "--contenders", memory.PLAIN, STORE)
+    assert list(rows) == [memory.PLAIN] and rows[memory.PLAIN].median_ms
+    left_out = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert left_out == [f"left out: tiny, {STORE}"]
+    measured("--gpu-networks", "--time-limit", "0", "--contenders", STORE)
+    assert f"left out: tiny, {STORE}" in capsys.readouterr().out
