@@ -33,6 +33,9 @@
 # make gpu-report OUT=folder
 #                  builds, tests and measures on a GPU machine (bench/gpu_report.py);
 #                  ARGS="--parts tests bench" chooses parts, ARGS="--networks resnet-164" networks
+# make gpu-packages
+#                  packs diffusers and MONAI into build/gpu-packages.tar.xz; copied with the tree, it
+#                  serves a GPU machine without them: gpu-report unpacks it
 # make clean       removes build products, keeps the virtual environment
 #
 # check-gpu and gpu-report use $(PYTHON) with torch and pytest installed, and no network.
@@ -114,7 +117,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: always build test test-study test-tools test-packages test-full compile-triton \
   compile-triton-full cuda-on-host check-oldest oldest-environment check-newest check-torch check-cpu \
-  check-gpu bench report docs notebook lint format gpu-report wheel check-wheel check-release clean
+  check-gpu bench report docs notebook lint format gpu-report gpu-packages wheel check-wheel check-release clean
 
 build: $(BUILD)
 
@@ -332,6 +335,10 @@ $(PACKAGES)/.requirements: $(REQUIREMENTS) requirements-packages.txt
 	@rm -rf $(PACKAGES)
 	@$(PIP_INSTALL) --no-deps --target $(PACKAGES) -r requirements-packages.txt
 	@touch $@
+
+gpu-packages: $(PACKAGES)/.requirements
+	@mkdir -p build
+	@tar -C $(PACKAGES) --exclude __pycache__ --exclude ./bin -cJf build/gpu-packages.tar.xz .
 
 gpu-report:
 	@test -n "$(OUT)" || { echo "usage: make gpu-report OUT=folder" >&2; exit 2; }

@@ -15,6 +15,7 @@ Commands:
 Parts of them:
 
 - `contenders.py`: networks, and the ways to train them
+- `gpu_networks.py`: networks of `python -m bench.memory` on a GPU, and the process of one of them
 - `plan.py`: the tasks of `python -m bench`, the most important first
 - `network.py`: the process that measures one task
 - `correctness.py`: compares a contender with float64 before it is timed

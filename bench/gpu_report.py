@@ -1,9 +1,11 @@
 """Builds, tests and measures on a GPU machine: `python -m bench.gpu_report FOLDER`.
 
 Uses the installed Python with torch, pytest and the packages of the benchmarks, and no internet
-connection. First builds the libraries, unless they were built from the same sources. Then runs the
-parts in `parts_of`: those that compare results all at once, then those that measure one by one, the
-most important first. If a part fails or runs out of time, the next one starts. `--parts` chooses.
+connection. The packages in `PACKAGES`, which `make gpu-packages` writes, are unpacked into a
+temporary folder. First builds the libraries, unless they were built from the same sources. Then
+runs the parts in `parts_of`: those that measure nothing all at once, then those that measure one by
+one, the most important first. If a part fails or runs out of time, the next one starts. `--parts`
+chooses.
 FOLDER gets `summary.txt` (one line per part), `log.txt` (output of the parts) and the CSV files of
 the benchmarks, all written when a part ends or before. For tables and plots, copy the CSV files to
 bench/results/ and run `make report`.
@@ -12,41 +14,57 @@ Without a GPU this is a dry run without the parts that need one.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from bench import dry_run, measure
+from bench import dry_run, gpu_networks, measure
 from bench.measure import ROOT, commit
 from bench.records import LAUNCHES, slug
 
 LIBRARIES = CPU_LIBRARY, CUDA_LIBRARY = [
     ROOT / "preact_kernels" / name for name in ("_cpu.so", "_cuda.so")
 ]
-TEST_SHARE = 0.3  # share of the time limit for the parts that compare results
+PACKAGES = ROOT / "build" / "gpu-packages.tar.xz"
+COMPILER_CACHE = ROOT / "build" / "compiler-cache"  # kept for the next report
+TEST_SHARE = 0.25  # share of the time limit for the parts that measure nothing
 GRACE_SECONDS = 20  # between interrupting and killing a part
 LEAST_SECONDS = 30  # least time left to start a part that measures
-# Tests of a GPU, the most important first.
-TESTS = ("kernels/test_cuda_fragments.py", "kernels", "stage", "ops", "behaviour", "convert")
-WITHOUT_GPU = ("kernels/test_cuda_on_host.py", "kernels/test_cuda_build.py")
-MODELS = (
-    "eager",
-    "eager, channels_last",
-    "checkpoint",
-    "pk.convert, channels_last",
-    "pk.convert, rebuild, channels_last",
-    "pk.convert, checkpoint, channels_last",
+# Tests of a GPU: first those newer than 5714f0f, which no GPU has run yet, the newest first.
+TESTS = (
+    "kernels/test_cuda_resident_run.py",  # before resident runs are measured
+    "ops/test_small_volumes.py",
+    "kernels/test_triton_activations.py",
+    "kernels/test_norm_act_residual.py",
+    "convert",
+    "stage/test_changes.py",
+    "ops/test_norms.py",
+    "ops/test_activations.py",
+    "ops/test_arguments_of_ops.py",
+    "kernels/test_any_norm_act.py",
+    "behaviour/test_writes_to_results.py",
+    "behaviour/test_counted_batches.py",
+    "kernels/test_cuda_fragments.py",
+    "kernels",
+    "stage",
+    "ops",
+    "behaviour",
 )
-"""Contenders of `bench.models` that compile nothing."""
+WITHOUT_GPU = ("kernels/test_cuda_on_host.py", "kernels/test_cuda_build.py")
+NETWORKS = list(gpu_networks.CASES)
+FIRST_NETWORKS = 5  # measured before resident runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +76,7 @@ class Part:
     seconds: float  # limit
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     needs_gpu: bool = False
-    compares: bool = False  # measures nothing: runs at the same time as others of this kind
+    at_once: bool = False  # measures nothing: runs at the same time as others of this kind
     program: str = sys.executable
 
 
@@ -76,7 +94,7 @@ def tests(seconds: float) -> Part:
         command += ["-n", str(count), "--max-worker-restart", str(4 * count)]
     command += [f"--ignore=tests/{name}" for name in WITHOUT_GPU]
     command += [f"tests/{name}" for name in TESTS]
-    return Part("tests", command, seconds, compares=True)
+    return Part("tests", command, seconds, at_once=True)
 
 
 def parts_of(folder: Path, options: Sequence[str], test_seconds: float) -> list[Part]:
@@ -85,27 +103,41 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float) -> list[
     Args:
         folder: folder of the files.
         options: options of `python -m bench`.
-        test_seconds: time limit for the parts that compare results, all together.
+        test_seconds: time limit for the parts that measure nothing, all together.
     """
     out, has_gpu = ["--out", str(folder)], torch.cuda.is_available()
     bench = ["-m", "bench", *out, "--no-plots", *options]
-    captured = ["--networks", "resnet-1001", "--batch", "128", "--contenders", "fused-store"]
-    captured += ["fused-graph", "fused-rebuild-graph"]
+    captured = [*bench, "--networks", "resnet-1001", "--batch", "128"]
+    captured += ["--contenders", "fused-store", "fused-graph"]
     csv = str(folder / f"{slug(measure.device_name(measure.default_device()))}{LAUNCHES}")
     launches = ["-m", "bench.launches", "--csv", csv, "--backend"]
     profiled = {"TEARDOWN_CUPTI": "0"}  # CUDA graphs may crash after CUPTI's teardown
     memcheck = ["check-gpu", "SANITIZERS=memcheck", f"PYTHON={sys.executable}"]
     memcheck += [f"SANITIZER_SECONDS={max(1, int(test_seconds) - 10)}"]  # it interrupts the tests
-    compared = {"seconds": test_seconds, "compares": True}
+    at_once = {"seconds": test_seconds, "at_once": True}
     backends = ["--backends", "cuda", "triton"] if has_gpu else []
     dtype = "bf16" if has_gpu else "fp32"
+    memory = ["-m", "bench.memory", *out, "--gpu-networks", "--dtype", dtype, "--steps", "10"]
+    memory += ["--cache", str(COMPILER_CACHE), "--models"]
     ops = ["-m", "pytest", "bench/ops.py", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
     parts = [
-        Part("check", ["-m", "preact_kernels", "check", *backends], **compared),
+        Part("check", ["-m", "preact_kernels", "check", *backends], **at_once),
         tests(test_seconds),
-        Part("memcheck", memcheck, program="make", needs_gpu=True, **compared),
         # Records the launches of the CUDA library.
-        Part("host-library", ["-m", "testbed.cuda_on_host.build"], **compared),
+        Part("host-library", ["-m", "testbed.cuda_on_host.build"], **at_once),
+        Part("compile", [*memory, *NETWORKS, "--compile-only"], needs_gpu=True, **at_once),
+        Part("memcheck", memcheck, program="make", needs_gpu=True, **at_once),
+        Part("networks", [*memory, *NETWORKS[:FIRST_NETWORKS]], 250),
+        Part("bench-captured", captured, 60, needs_gpu=True),
+        Part(
+            "bench-resident",
+            captured,
+            60,
+            {"PREACT_KERNELS_RESIDENT_RUNS": "1"},
+            needs_gpu=True,
+        ),
+        Part("more-networks", [*memory, *NETWORKS[FIRST_NETWORKS:]], 230),
+        Part("host", ["-m", "bench.host"], 60),
         Part("ceilings", ["-m", "bench.probes", *out], 45, needs_gpu=True),
         Part(
             "kernels",
@@ -115,30 +147,24 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float) -> list[
             needs_gpu=True,
         ),
         Part("bench", bench, 160),
-        Part(
-            "models",
-            ["-m", "bench.models", *out, "--dtype", dtype, "--contenders", *MODELS],
-            100,
-        ),
         Part("launches-cuda", [*launches, "cuda"], 60, profiled),
         Part("launches-triton", [*launches, "triton", "--no-instructions"], 60, profiled),
-        Part(
-            "bench-triton",
-            [*bench, *captured],
-            60,
-            {"PREACT_KERNELS_BACKEND": "triton"},
-            needs_gpu=True,
-        ),
-        Part(
-            "bench-resident",
-            [*bench, *captured],
-            60,
-            {"PREACT_KERNELS_RESIDENT_RUNS": "1"},
-            needs_gpu=True,
-        ),
+        Part("bench-triton", captured, 60, {"PREACT_KERNELS_BACKEND": "triton"}, needs_gpu=True),
         Part("ops", [*ops, f"--bench-out={folder}"], 60),
     ]
     return [part for part in parts if has_gpu or not part.needs_gpu]
+
+
+@contextlib.contextmanager
+def with_packages() -> Iterator[None]:
+    """Lets the parts import the packages of `PACKAGES`, if it is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        if PACKAGES.exists():
+            with tarfile.open(PACKAGES) as archive:
+                archive.extractall(folder, filter="data")
+            paths = filter(None, [os.environ.get("PYTHONPATH"), folder])
+            os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        yield
 
 
 def is_built() -> bool:
@@ -178,17 +204,17 @@ class Report:
         """Runs a part, with its output in the log."""
         left_s = self.end_s - time.monotonic() - GRACE_SECONDS
         seconds = min(left_s, part.seconds)
-        if seconds < (1 if part.compares else LEAST_SECONDS):
+        if seconds < (1 if part.at_once else LEAST_SECONDS):
             self.note(part.name, "no time left")
             return
         command = [part.program, *part.command]
-        if part.command[:2] == ["-m", "bench"]:
+        if part.command[:2] in (["-m", "bench"], ["-m", "bench.memory"]):
             command += ["--time-limit", str(int(seconds - 10))]
         scripts = os.path.dirname(sys.executable)  # contains ninja in a virtual environment
         search = f"{scripts}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PATH": search, **part.environment}
         environment["TQDM_MININTERVAL"] = "5"  # seconds between states of a progress bar in the log
-        if part.compares:
+        if part.at_once:
             environment["OMP_NUM_THREADS"] = "1"  # the parts share the processor
         print(f"{part.name}: {seconds:.0f} s at most", flush=True)
         start_s = time.monotonic()
@@ -235,10 +261,11 @@ def main(given: Sequence[str] | None = None) -> int:
         report.note("build", "not needed: the libraries were built from these sources")
     else:
         report.run(Part("build", ["setup.py", "-q", "build_ext", "--inplace"], 180))
-    report.run_together([part for part in parts if part.compares])
-    for part in parts:
-        if not part.compares:
-            report.run(part)
+    with with_packages():
+        report.run_together([part for part in parts if part.at_once])
+        for part in parts:
+            if not part.at_once:
+                report.run(part)
     for path in folder.glob("*.partial"):  # a killed process leaves them
         path.unlink()
     return int(report.has_failed)

@@ -1,6 +1,7 @@
 """The report of a GPU machine: failing or hanging parts stop no others."""
 
 import re
+import tarfile
 import types
 from unittest import mock
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from bench import __main__ as bench
-from bench import gpu_report, kernels, launches, measure, models
+from bench import gpu_networks, gpu_report, kernels, launches, measure, memory
 from bench.gpu_report import Part, Report
 from bench.records import LAUNCHES
 
@@ -28,7 +29,7 @@ def test_every_part_leaves_its_output_and_a_line(tmp_path):
     assert report.has_failed
     slow = "import time\nprint('= 3 failed, 5 passed =')\nprint('a warning', flush=True)\n"
     report.has_failed = False
-    report.run(Part("tests", ["-c", slow + "time.sleep(60)"], 2, compares=True))
+    report.run(Part("tests", ["-c", slow + "time.sleep(60)"], 2, at_once=True))
     assert report.has_failed
     report.end_s = 0
     report.run(Part("late", ["-c", "print(1)"], 50))
@@ -51,12 +52,21 @@ def test_the_commands_are_understood(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     parts = parts_of(True)
     assert parts.keys() - parts_of(False) == {name for name in parts if parts[name].needs_gpu}
-    for name in ("bench", "bench-triton", "bench-resident"):
+    for name in ("bench", "bench-captured", "bench-triton", "bench-resident"):
         a = bench.arguments(parts[name].command[2:])
         assert (a.out, a.steps) == (tmp_path, 7)
         assert (a.contenders is None) == (name == "bench")
+    measuring = [name for name, part in parts.items() if not part.at_once]
+    order = ["networks", "bench-captured", "bench-resident", "more-networks", "host"]
+    assert measuring[:5] == order and parts["check"].at_once and parts["compile"].at_once
+    given = {n: memory.arguments(parts[n].command[2:]) for n in ("compile", *order[::3])}
+    first, more = given["networks"].models, given["more-networks"].models
+    assert [*first, *more] == given["compile"].models == list(gpu_networks.CASES)
+    assert len({a.cache for a in given.values()}) == 1 and given["compile"].compile_only
+    resident = parts["bench-resident"].environment
+    assert resident == {"PREACT_KERNELS_RESIDENT_RUNS": "1"}
+    assert parts["bench-resident"].command == parts["bench-captured"].command
     part = parts["kernels"]
-    assert list(parts).index("kernels") < list(parts).index("bench")
     assert kernels.arguments(part.command[2:]).seconds < part.seconds <= 240
     assert part.environment["TEARDOWN_CUPTI"] == "0"
     for backend in ("cuda", "triton"):
@@ -65,8 +75,6 @@ def test_the_commands_are_understood(tmp_path, monkeypatch):
         assert (a.backend, a.csv) == (backend, tmp_path / f"nvidia-h200{LAUNCHES}")
         assert part.environment["TEARDOWN_CUPTI"] == "0"
     assert parts["bench-triton"].environment["PREACT_KERNELS_BACKEND"] == "triton"
-    assert parts["bench-resident"].environment["PREACT_KERNELS_RESIDENT_RUNS"] == "1"
-    assert set(gpu_report.MODELS) < {c.name for c in models.CONTENDERS}
     for word in parts["tests"].command:
         name = word.removeprefix("--ignore=")
         assert not name.startswith("tests/") or (gpu_report.ROOT / name).exists(), name
@@ -85,3 +93,18 @@ def test_chosen_parts_run_and_libraries_are_built_first(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit):
         gpu_report.main([str(tmp_path), "--parts", "no-such-part"])
     assert "--parts: expected some of check, tests, " in capsys.readouterr().err
+
+
+def test_parts_import_the_packages_of_the_archive(tmp_path, monkeypatch):
+    (tmp_path / "packed.py").write_text("print('imported')")
+    archive = tmp_path / "packages.tar.xz"
+    with tarfile.open(archive, "w:xz") as packed:
+        packed.add(tmp_path / "packed.py", "packed.py")
+    (tmp_path / "packed.py").unlink()
+    monkeypatch.setattr(gpu_report, "PACKAGES", archive)
+    monkeypatch.setattr(gpu_report, "is_built", lambda: True)
+    part = Part("part", ["-c", "import packed"], 50)
+    monkeypatch.setattr(gpu_report, "parts_of", lambda *_: [part])
+    monkeypatch.setenv("PYTHONPATH", "/first")
+    assert gpu_report.main([str(tmp_path / "out")]) == 0
+    assert re.fullmatch(r"part: ok after \d+ s: imported", summary(tmp_path / "out")[-1])
