@@ -3,7 +3,7 @@
 A process measures all contenders of a network, since it takes long to start one on a GPU. In order,
 each contender is built and, if it is converted, compared with float64; its bytes are measured and
 its row is written. Then they are timed in turn. The contenders that torch.compile compiles come
-last, and are timed in turn with `ANCHORS`.
+last; each is timed in turn with `ANCHORS`.
 
 On a CPU, the same runs small inputs and captures nothing.
 """
@@ -14,6 +14,7 @@ import functools
 import gc
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -95,10 +96,13 @@ UNFINISHED = "not finished"  # note of a row while its contender is measured
 
 
 class Ends(NamedTuple):
-    """When a process starts no further contender: values of `time.time()`."""
+    """When a process starts no further contender: values of `time.time()`.
+
+    A process that compiles ends at `compiled_s`, also within a contender.
+    """
 
     all_s: float
-    compiled_s: float  # of those that are compiled
+    compiled_s: float
 
     def passed(self, contender: Contender) -> bool:
         """Whether it is too late to start a contender."""
@@ -233,6 +237,14 @@ class Network:
             print(f"in the same rounds, {name} took {times[name].median_ms:,.1f} ms", flush=True)
 
 
+def _end_process_at(end_s: float) -> None:
+    """Ends this process at a value of `time.time()`, whatever it does then."""
+    seconds = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
 def measure_rows(rows: Sequence[ModelRow], path: Path, ends: Ends, a: argparse.Namespace) -> str:
     """Measures contenders of a network; writes their rows as soon as they are measured.
 
@@ -244,7 +256,10 @@ def measure_rows(rows: Sequence[ModelRow], path: Path, ends: Ends, a: argparse.N
     except ImportError as error:
         return f"{error.name} is not installed"
     compiled = [row for row in rows if _BY_NAME[row.contender] in COMPILED]
-    for group in ([row for row in rows if row not in compiled], compiled):
+    uncompiled = [row for row in rows if row not in compiled]
+    for group in (uncompiled, *([row] for row in compiled)):
+        if group is not uncompiled:
+            _end_process_at(ends.compiled_s)
         right = {}
         for row in group:
             if not ends.passed(_BY_NAME[row.contender]):

@@ -82,10 +82,15 @@ ON_GPU = {
 }
 """Titles of further contenders on a GPU."""
 
+COMPILED = tuple(c.name for c in gpu_networks.COMPILED)
 _COMPILED = (*gpu_networks.COMPILED, models.compiled_model("compile, model, budget 0.2", 0.2))
 _BY_NAME = {c.name: c for c in (*models.CONTENDERS, *_COMPILED)}
 CONTENDERS = tuple(_BY_NAME[name] for name in (PLAIN, *TITLES))
 """Contenders on a CPU."""
+
+
+# Until the time limit, for each later network of a GPU: this one compiles nothing then.
+RESERVED_SECONDS = 35
 
 
 def _send_result(sender, call: Callable, *arguments: object) -> None:
@@ -208,7 +213,7 @@ def _in_file(rows: Sequence[ModelRow], path: Path) -> list[ModelRow]:
 
 def _is_done(row: ModelRow) -> bool:
     """Whether a row has a time, or the reason why there is none."""
-    return bool(row.median_ms or row.note)
+    return bool(row.median_ms or row.note.removeprefix(gpu_networks.UNFINISHED))
 
 
 def measured_in_one_process(
@@ -230,18 +235,19 @@ def measured_in_one_process(
                 return []
             break
         except RuntimeError as error:
-            if time.time() >= ends.all_s:
+            left = [row for row in _in_file(todo, path) if not _is_done(row)]
+            is_compiled = all(row.contender in COMPILED for row in left)
+            if time.time() >= (ends.compiled_s if is_compiled else ends.all_s):
                 break
-            found = _in_file(todo, path)
-            blamed = [row for row in found if row.note == gpu_networks.UNFINISHED]
-            # It crashed when it timed those that have bytes, or before it measured any.
-            blamed = blamed or [row for row in found if row.peak_bytes and not _is_done(row)]
-            blamed = blamed or [row for row in found if not _is_done(row)]
+            blamed = [row for row in left if row.note]
+            if len(left) == len(todo) and not blamed:
+                # It crashed when it timed those that have bytes, or before it measured any.
+                blamed = [row for row in left if row.peak_bytes] or left
             note = measure.first_line(error)
             print(note, flush=True)
             for row in blamed:
                 put(path, dataclasses.replace(row, note=note))
-            todo = [row for row in _in_file(todo, path) if not _is_done(row)]
+            todo = [row for row in left if row not in blamed]
     remove(path, [row for row in _in_file(rows, path) if row.note == gpu_networks.UNFINISHED])
     return _in_file(rows, path)
 
@@ -328,14 +334,13 @@ def main(given: Sequence[str] | None = None) -> None:
         old = _in_file(rows, path)
         if a.resume and all(r.commit == machine.commit and _is_done(r) for r in old):
             continue
-        now_s = time.time()
-        if now_s >= end_s:
+        if time.time() >= end_s:
             left_out += rows
             continue
         with _compiler_caches(a.cache):
             if a.gpu_networks:
-                share_s = (end_s - now_s) / (len(a.models) - index)
-                ends = gpu_networks.Ends(end_s, now_s + share_s)
+                later = len(a.models) - 1 - index
+                ends = gpu_networks.Ends(end_s, end_s - later * RESERVED_SECONDS)
                 rows = measured_in_one_process(rows, path, ends, a)
                 left_out += [row for row in rows if not _is_done(row)]
                 print(gpu_networks.table(rows), flush=True)

@@ -1,5 +1,7 @@
 """Memory and time of published models."""
 
+import argparse
+import dataclasses
 import os
 import time
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from bench import gpu_networks, memory
-from bench.records import ModelRow, read
+from bench.records import ModelRow, put, read
 from testbed import norm_act_models
 
 
@@ -85,10 +87,17 @@ def test_the_whole_model_is_compiled_within_its_budget(measured, monkeypatch):
         assert len(list(graphs[0].graph.nodes)) > depth
 
 
+def _sleep_after(end_s):
+    gpu_networks._end_process_at(end_s)
+    time.sleep(60)
+
+
 def test_a_process_of_its_own_gives_a_result_or_says_why_not():
     assert memory.in_own_process(60, os.getpid) != os.getpid()
     with pytest.raises(RuntimeError, match="the process ended with exit status 3"):
         memory.in_own_process(60, os._exit, 3)
+    with pytest.raises(RuntimeError, match="the process ended with exit status 1"):
+        memory.in_own_process(60, _sleep_after, 0.0)
     with pytest.raises(RuntimeError, match="no result within 0 s"):
         memory.in_own_process(0.1, time.sleep, 60)
 
@@ -166,3 +175,19 @@ def test_a_run_ends_at_its_time_limit_and_says_what_it_left_out(measured, monkey
     assert left_out == [f"left out: tiny, {STORE}"]
     measured("--gpu-networks", "--time-limit", "0", "--contenders", STORE)
     assert f"left out: tiny, {STORE}" in capsys.readouterr().out
+
+
+def test_what_is_compiled_when_its_time_ends_is_left_out_without_a_note(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    rows = [ModelRow("tiny", name, "1x1", "fp32") for name in (memory.PLAIN, *memory.COMPILED)]
+
+    def end_while_compiling(*_):
+        put(path, dataclasses.replace(rows[0], median_ms=1.0))
+        put(path, dataclasses.replace(rows[1], note=gpu_networks.UNFINISHED))
+        raise RuntimeError("the process ended with exit status 1")
+
+    monkeypatch.setattr(memory, "in_own_process", end_while_compiling)
+    ends = gpu_networks.Ends(float("inf"), 0.0)
+    found = memory.measured_in_one_process(rows, path, ends, argparse.Namespace(limit=60))
+    assert [(row.note, row.median_ms) for row in found] == [("", 1.0), ("", None), ("", None)]
+    assert len(read(path, ModelRow)) == 1
