@@ -262,16 +262,21 @@ class Trained:
         with torch.no_grad():
             return float(_mean_square(self.forward()))
 
+    def gradients(self) -> Tensor:
+        """Computes new gradients; returns the loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = _mean_square(self.forward())
+        loss.backward()
+        return loss.detach()
+
     def step(self) -> Tensor:
         """Runs a training step; returns the loss."""
         if self._graphed is not None:
             with self.autocast():  # on a CPU the step runs now
                 return self._graphed(self.x, self._no_target)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = _mean_square(self.forward())
-        loss.backward()
+        loss = self.gradients()
         self.optimizer.step()
-        return loss.detach()
+        return loss
 
     def peak_bytes(self) -> int:
         """Returns the peak memory of a step, minus the memory between steps."""

@@ -11,6 +11,7 @@
 #include <c10/core/Allocator.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -44,7 +45,9 @@ class Addresses final : public c10::Allocator {
     char* memory = next_;
     next_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     bytes_of_[memory] = bytes;
-    return {memory, memory, [](void*) {}, cpu};
+    used_ += bytes;
+    peak_ = std::max(peak_, used_);
+    return {memory, memory, &Addresses::free, cpu};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
@@ -61,8 +64,20 @@ class Addresses final : public c10::Allocator {
     return address < *end;
   }
 
+  // Returns the most bytes of tensors that were alive at a time since the last call, beyond those
+  // that were alive then.
+  size_t peak_since_last_call() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const size_t found = peak_ - used_at_last_call_;
+    peak_ = used_at_last_call_ = used_;
+    return found;
+  }
+
  private:
+  static void free(void* memory);
+
   std::mutex mutex_;
+  size_t used_ = 0, peak_ = 0, used_at_last_call_ = 0;  // bytes of tensors that are alive
   char *next_, *end_;
   std::map<const char*, size_t> bytes_of_;
 };
@@ -70,6 +85,12 @@ class Addresses final : public c10::Allocator {
 Addresses& addresses() {
   static Addresses& instance = *new Addresses();  // tensors may outlive static objects
   return instance;
+}
+
+// The address is not used again.
+void Addresses::free(void* memory) {
+  const std::lock_guard<std::mutex> lock(addresses().mutex_);
+  addresses().used_ -= addresses().bytes_of_.at(static_cast<char*>(memory));
 }
 
 }  // namespace
@@ -84,4 +105,8 @@ extern "C" __attribute__((visibility("default"))) bool cuda_on_host_tensor_at(co
                                                                               const char** begin,
                                                                               const char** end) {
   return addresses().find(address, begin, end);
+}
+
+extern "C" __attribute__((visibility("default"))) size_t cuda_on_host_peak_bytes() {
+  return addresses().peak_since_last_call();
 }

@@ -141,6 +141,16 @@ def tensor_at(address: int) -> range | None:
     return range(begin.value, end.value)
 
 
+def peak_bytes() -> int:
+    """Returns the most bytes of tensors alive at a time since the last call, beyond those then.
+
+    Counts tensors that are created inside of `without_running`.
+    """
+    count = library().cuda_on_host_peak_bytes
+    count.restype = ctypes.c_size_t
+    return count()
+
+
 def missing() -> str:
     """Returns why the backend `cuda` cannot be tested here, or an empty text."""
     if "cuda" in pk.available_backends():
