@@ -7,6 +7,7 @@ Commands:
 - `python -m bench.models`: published models, converted against every rival
 - `python -m bench.memory`: memory and time of published models, by mode, and of rivals
 - `python -m bench.launches`: the launches of a step on a GPU: bytes, instructions, lower bounds
+- `python -m bench.predict`: memory, bytes and launches of networks on a GPU, without one
 - `python -m bench.kernels`: kernels, blocks and 1x1 units of a GPU, timed in three ways
 - `python -m bench.probes`: ceilings of a GPU (`probes.cu` is a kernel that it launches)
 - `python -m bench.report`: tables and plots of the documentation, from `results/`

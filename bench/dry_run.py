@@ -81,6 +81,11 @@ class _Recorded(NamedTuple):
     is_of_run: bool  # the call runs blocks, not one unit
 
 
+def bias_addition(y: Tensor) -> Launch:
+    """The launch of PyTorch that adds the bias of a convolution of cuDNN in place."""
+    return Launch("aten::add_", "", 0, 0, False, 2 * y.numel() * y.element_size())
+
+
 class Recorder(TorchDispatchMode):
     """Records launches, and the operators of PyTorch that a backend calls.
 
@@ -147,9 +152,7 @@ class Recorder(TorchDispatchMode):
         if not self._records_all:
             self._kept.append((args, kwargs, result))
         if name == "aten::convolution" and args[2] is not None and self._records_all:
-            # On a GPU, PyTorch adds the bias of a convolution of cuDNN in place.
-            moved = 2 * result.numel() * result.element_size()
-            self.add(Launch("aten::add_", "", 0, 0, False, moved), {})
+            self.add(bias_addition(result), {})
         return result
 
 

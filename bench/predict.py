@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from bench import dry_run, gpu_networks, launches, measure, records
-from bench.dry_run import Launch, Recorder
+from bench.dry_run import Launch, Recorder, bias_addition
 from bench.models import Contender, Trained
 from bench.records import Measured, mib, put
 from preact_kernels.torch_compat import storage_id
@@ -117,6 +117,8 @@ class StepRecorder(Recorder):
         flops = count(*args, **kwargs, out_val=result) if count else 0.0
         self.add(Launch(name, "", 0, 0, False, moved), {}, flops)
         self.shapes[-1] = f"{list(made[0].shape)} {measure.dtype_name(made[0].dtype)}"
+        if name == "aten::convolution" and args[2] is not None:
+            self.add(bias_addition(result), {})
         return result
 
 

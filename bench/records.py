@@ -16,6 +16,7 @@ MEMORY = "-memory.csv"
 LAUNCHES = "-launches.csv"
 CEILINGS = "-ceilings.csv"
 KERNELS = "-kernels.csv"
+PREDICTED = "-predicted.csv"
 REMOVED = "-training.csv", "-functions.csv"  # nothing reads them: their commands were removed
 
 

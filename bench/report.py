@@ -18,6 +18,7 @@ from bench.records import (
     LAUNCHES,
     MEMORY,
     MODELS,
+    PREDICTED,
     REMOVED,
     Measured,
     ModelRow,
@@ -48,7 +49,9 @@ def load(folder: Path) -> dict[str, list[Row]]:
     """
     found: dict[str, list[Row]] = {}
     for path in sorted(Path(folder).glob("*.csv")):
-        if not path.name.endswith((MODELS, MEMORY, LAUNCHES, CEILINGS, KERNELS, *REMOVED)):
+        if not path.name.endswith(
+            (MODELS, MEMORY, LAUNCHES, CEILINGS, KERNELS, PREDICTED, *REMOVED)
+        ):
             for row in read(path, Row):
                 found.setdefault(row.device, []).append(row)
     if not found:

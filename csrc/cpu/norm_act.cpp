@@ -123,12 +123,13 @@ void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient
     });
   };
   for_dtype(step.x.scalar_type(), [&](auto value) {
-    if (activated && step.norm.activation.kind != ActivationKind::kIdentity) {
-      launch_as(std::true_type{}, std::false_type{}, value);
-    } else if (step.skip.has_value()) {
-      launch_as(std::false_type{}, std::true_type{}, value);
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
+    const bool masks = activated && step.norm.activation.kind != ActivationKind::kIdentity;
+    if (step.skip.has_value()) {
+      masks ? launch_as(yes, yes, value) : launch_as(no, yes, value);
     } else {
-      launch_as(std::false_type{}, std::false_type{}, value);
+      masks ? launch_as(yes, no, value) : launch_as(no, no, value);
     }
   });
 }

@@ -307,12 +307,12 @@ void launch_norm_input_gradient(const ImageSizes& size, const Gradient& gradient
     with_width<T>(launch_with, size.channels, params.step.skip, params.g, params.step.x, params.dx);
   };
   for_dtype(step.x, [&](auto value) {
-    if (activated) {
-      launch_as(std::true_type{}, std::false_type{}, value);
-    } else if (step.skip.has_value()) {
-      launch_as(std::false_type{}, std::true_type{}, value);
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
+    if (step.skip.has_value()) {
+      activated ? launch_as(yes, yes, value) : launch_as(no, yes, value);
     } else {
-      launch_as(std::false_type{}, std::false_type{}, value);
+      activated ? launch_as(yes, no, value) : launch_as(no, no, value);
     }
   });
 }

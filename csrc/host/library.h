@@ -20,7 +20,7 @@ void define_ops(Library& m) {
   m.def("norm_act_backward_mask(Tensor dy, Tensor x, " PK_NORM ", Tensor? y) -> (Tensor, Tensor)");
   m.def("norm_act_recompute(Tensor dy, Tensor x, " PK_NORM ") -> (Tensor, Tensor)");
   m.def("norm_act_backward_input(Tensor dy, Tensor x, " PK_NORM
-        ", Tensor sums, float inv_count) -> Tensor");
+        ", Tensor sums, float inv_count, Tensor? skip) -> Tensor");
   m.def("norm_input_gradient(" PK_GRADIENT ") -> Tensor");
   m.def("norm_act_conv_forward(Tensor x, " PK_NORM
         ", Tensor conv_weight, int[] stride, Tensor? conv_bias, Tensor? residual, "

@@ -120,10 +120,11 @@ inline Tensor whole_gradient(const Gradient& gradient, bool activated, const Gra
 }
 
 inline Tensor norm_act_backward_input(const Tensor& dy, const Tensor& x, PK_NORM_PARAMETERS,
-                                      const Tensor& sums, double inv_count) {
+                                      const Tensor& sums, double inv_count,
+                                      const std::optional<Tensor>& skip) {
   const Norm norm = norm_of(PK_NORM_ARGUMENTS);
   check_sums("sums", sums);
-  return whole_gradient({dy, AffineStep{std::nullopt, x, norm, sums, inv_count}}, true,
+  return whole_gradient({dy, AffineStep{skip, x, norm, sums, inv_count}}, true,
                         {"dy", "x", kUnitNames.norm, "sums"});
 }
 

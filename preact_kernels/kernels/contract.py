@@ -391,8 +391,7 @@ class Kernels(Protocol):
     def norm_input_gradient(self, gradient: Gradient, activated: bool = False) -> Tensor:
         """The result of the gradient's deferred step, in the dtype of the step's `x`.
 
-        If `activated`, `gradient.g` is `dy`, `g = dy * act'(p)` for the norm of the step, and the
-        step has no `skip`.
+        If `activated`, `gradient.g` is `dy`, and `g = dy * act'(p)` for the norm of the step.
         """
 
     @abstractmethod

@@ -80,8 +80,8 @@ class FlatOps(UnitKernels):
             return self._ops.norm_input_gradient.default(*flat_gradient(gradient))
         dy, step = gradient
         assert step is not None
-        _, x, norm, sums, inv_count = step
-        return self._ops.norm_act_backward_input.default(dy, x, *norm, sums, inv_count)
+        skip, x, norm, sums, inv_count = step
+        return self._ops.norm_act_backward_input.default(dy, x, *norm, sums, inv_count, skip)
 
     def residual_add_forward(
         self, x: Tensor, branch: Tensor, with_stats: bool, bias: Tensor | None = None

@@ -428,7 +428,7 @@ class StageBackward:
         return inputs[0], dy
 
     def _is_taken_whole(self, index: int, unit: int, block_input: Tensor | None) -> bool:
-        """Whether the gradient of a unit's input is computed at once, and is no sum.
+        """Whether the gradient of a unit's input is computed at once, and no projection adds to g.
 
         So it is if the caller takes it, or PyTorch's convolution of the unit before.
 
@@ -441,7 +441,7 @@ class StageBackward:
         begin = stage.first_unit[index]
         if torch.compiler.is_compiling():  # ops return g itself
             return False
-        if unit == begin and stage.blocks[index].is_residual:
+        if unit == begin and stage.blocks[index].projection is not None:
             return False
         if unit == 0:
             return True

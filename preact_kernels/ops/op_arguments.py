@@ -59,6 +59,8 @@ def _check(op: str, given: Mapping[str, Any]) -> None:
                 _check_table(name, given[name], "x", x)
         if "sums" in given:
             _check_table("sums", given["sums"], "x", x, 2)
+            if given["skip"] is not None:
+                _check_same("skip", given["skip"], "x", x)
         if op == "norm_act_forward" and given["residual"] is not None:
             _check_same("residual", given["residual"], "x", x)
             _check_activation("a residual", given["activation"], WITH_RESIDUAL)

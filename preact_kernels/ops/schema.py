@@ -56,7 +56,7 @@ SCHEMAS = {
     "norm_act_backward_mask": f"(Tensor dy, Tensor x, {_NORM}, Tensor? y) -> (Tensor, Tensor)",
     "norm_act_recompute": f"(Tensor dy, Tensor x, {_NORM}) -> (Tensor, Tensor)",
     "norm_act_backward_input": (
-        f"(Tensor dy, Tensor x, {_NORM}, Tensor sums, Scalar inv_count) -> Tensor"
+        f"(Tensor dy, Tensor x, {_NORM}, Tensor sums, Scalar inv_count, Tensor? skip) -> Tensor"
     ),
     "norm_input_gradient": f"({_GRADIENT}) -> Tensor",
     "norm_act_conv_forward": (
@@ -124,8 +124,8 @@ def call_with_flat_arguments(kernels: Kernels, name: str, arguments: Sequence):
         dy, x, *norm = arguments
         return kernels.norm_act_recompute(dy, x, Norm(*norm))
     if name == "norm_act_backward_input":
-        dy, x, *norm, sums, inv_count = arguments
-        step = AffineStep(None, x, Norm(*norm), sums, inv_count)
+        dy, x, *norm, sums, inv_count, skip = arguments
+        step = AffineStep(skip, x, Norm(*norm), sums, inv_count)
         return kernels.norm_input_gradient(Gradient(dy, step), True)
     if name == "norm_input_gradient":
         return kernels.norm_input_gradient(_gradient(*arguments))

@@ -257,8 +257,9 @@ def kernel_arguments(dtype):
         "norm_act_backward_mask": backward_of_norms,
         "norm_act_recompute": [(x, x.clone(), *norm), (x, x.clone(), *in_rows)],
         "norm_act_backward_input": [
-            (x, x, *norm, sums, 1 / 60),
-            (x, x, *in_rows, row_sums, 1 / 30),
+            (x, x, *norm, sums, 1 / 60, None),
+            (x, x, *in_rows, row_sums, 1 / 30, None),
+            (x, x, *norm, sums, 1 / 60, x.clone()),
         ],
         "norm_input_gradient": [
             (x, None, x.clone(), *vectors[:3], 1e-5, sums, 1 / 60),

@@ -117,6 +117,9 @@ OPS = {
     "norm_input_gradient activated": lambda k, given: k.norm_input_gradient(
         given.gradient_without_skip, activated=True
     ),
+    "norm_input_gradient activated, with skip": lambda k, given: k.norm_input_gradient(
+        given.gradient, activated=True
+    ),
     "residual_add_forward": lambda k, given: k.residual_add_forward(given.x, given.dy, True),
     "residual_add_forward without statistics": lambda k, given: k.residual_add_forward(
         given.x, given.dy, False
@@ -161,13 +164,18 @@ def check_ops(given, ops=tuple(OPS), backend=None):
     xhat = reference.norm_act._normalised(wide.x, wide.norm)
     axes = (2, 3) if given.norm.has_rows else (0, 2, 3)
     sums = torch.stack([g.sum(axes), (g * xhat).sum(axes)])
-    gradient = wide._replace(dy=g).gradient_without_skip
+    gradient = wide._replace(dy=g)
     of_g = {
         "norm_act_backward 0": g,
         "norm_act_backward 1": sums,
         "norm_act_backward without g 1": sums,
         "norm_act_recompute 1": sums,
-        "norm_input_gradient activated 0": reference.norm_input_gradient(gradient),
+        "norm_input_gradient activated 0": reference.norm_input_gradient(
+            gradient.gradient_without_skip
+        ),
+        "norm_input_gradient activated, with skip 0": reference.norm_input_gradient(
+            gradient.gradient
+        ),
     }
     for op in ops:
         found |= run(backend or kernels(), op, given)

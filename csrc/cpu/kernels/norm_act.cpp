@@ -304,6 +304,7 @@ void tile_input_gradient(std::bool_constant<kMask>, std::bool_constant<kHasSkip>
   template decltype(tile_mask<T, false>) tile_mask<T, false>;                                 \
   template decltype(tile_mask_from_y<T, true>) tile_mask_from_y<T, true>;                     \
   template decltype(tile_mask_from_y<T, false>) tile_mask_from_y<T, false>;                   \
+  template decltype(tile_input_gradient<T, true, true>) tile_input_gradient<T, true, true>;   \
   template decltype(tile_input_gradient<T, true, false>) tile_input_gradient<T, true, false>; \
   template decltype(tile_input_gradient<T, false, true>) tile_input_gradient<T, false, true>; \
   template decltype(tile_input_gradient<T, false, false>) tile_input_gradient<T, false, false>;

@@ -64,7 +64,6 @@ def norm_input_gradient(gradient: Gradient, activated: bool = False) -> Tensor:
     g, step = gradient
     assert step is not None
     skip, x, norm, sums, inv_count = step
-    assert not activated or skip is None
     wide = statistics_dtype(x.dtype)
     dx = _gradient(g, x, norm) if activated else g.to(wide)
     scale = torch.rsqrt(norm.var + norm.eps)
