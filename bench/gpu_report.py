@@ -80,6 +80,16 @@ class Part:
     program: str = sys.executable
 
 
+def test_files() -> list[str]:
+    """Returns the files of `TESTS` in this order: pytest sorts the files of a folder."""
+    paths: dict[Path, None] = {}
+    for name in TESTS:
+        path = ROOT / "tests" / name
+        paths |= dict.fromkeys(sorted(path.rglob("test_*.py")) if path.is_dir() else [path])
+    names = [str(path.relative_to(ROOT)) for path in paths]
+    return [name for name in names if name.removeprefix("tests/") not in WITHOUT_GPU]
+
+
 def tests(seconds: float) -> Part:
     """Returns a part for the quick tests, in parallel if pytest-xdist is there.
 
@@ -92,8 +102,7 @@ def tests(seconds: float) -> Part:
     if importlib.util.find_spec("xdist"):
         count = max(1, min(8, (os.cpu_count() or 1) // 2))  # other parts run too
         command += ["-n", str(count), "--max-worker-restart", str(4 * count)]
-    command += [f"--ignore=tests/{name}" for name in WITHOUT_GPU]
-    command += [f"tests/{name}" for name in TESTS]
+    command += test_files()
     return Part("tests", command, seconds, at_once=True)
 
 

@@ -75,9 +75,11 @@ def test_the_commands_are_understood(tmp_path, monkeypatch):
         assert (a.backend, a.csv) == (backend, tmp_path / f"nvidia-h200{LAUNCHES}")
         assert part.environment["TEARDOWN_CUPTI"] == "0"
     assert parts["bench-triton"].environment["PREACT_KERNELS_BACKEND"] == "triton"
-    for word in parts["tests"].command:
-        name = word.removeprefix("--ignore=")
-        assert not name.startswith("tests/") or (gpu_report.ROOT / name).exists(), name
+    files = [word for word in parts["tests"].command if word.startswith("tests/")]
+    assert all((gpu_report.ROOT / name).is_file() for name in files)
+    assert len(files) == len(set(files)) and files[0] == "tests/kernels/test_cuda_resident_run.py"
+    assert "tests/kernels/test_cuda.py" in files
+    assert not any(name.endswith(gpu_report.WITHOUT_GPU) for name in files)
 
 
 def test_chosen_parts_run_and_libraries_are_built_first(tmp_path, monkeypatch, capsys):
