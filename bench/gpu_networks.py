@@ -135,6 +135,7 @@ def _captured_bytes(one: Trained) -> int:
     one.capture()
     for _ in range(2):  # the second one reads the weights that the first one has written
         _loss_of_step(one)
+    one.optimizer.zero_grad(set_to_none=True)
     if one.device.type != "cuda":
         return one.peak_bytes()
     _settle(one.device)
