@@ -89,7 +89,8 @@ CONTENDERS = tuple(_BY_NAME[name] for name in (PLAIN, *TITLES))
 """Contenders on a CPU."""
 
 
-# Until the time limit, for each later network of a GPU: this one compiles nothing then.
+# Time that is kept for each later network on a GPU: compiling ends before. It is an estimate of a
+# process without compiled contenders.
 RESERVED_SECONDS = 35
 
 
@@ -281,9 +282,8 @@ def _compiler_caches(folder: Path | None) -> Iterator[None]:
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = measure.parser("bench.memory", __doc__, "--device", "--out")
-    cases = CASES | gpu_networks.CASES
-    contenders = dict.fromkeys(c.name for c in (*CONTENDERS, *gpu_networks.CONTENDERS))
-    models.add_options(parser, cases, list(contenders))
+    names = dict.fromkeys(c.name for c in (*CONTENDERS, *gpu_networks.CONTENDERS))
+    models.add_options(parser, CASES | gpu_networks.CASES, list(names))
     add = parser.add_argument
     add("--limit", type=float, default=3600, help="seconds for each process (3600)")
     words = "ends after this time; lists what was left out"
@@ -296,10 +296,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--cache", type=Path, help="folder of the compiler's caches (a new one for each model)")
     a = parser.parse_args(given)
     a.gpu_networks |= a.device.type == "cuda" or a.compile_only
-    a.cases = [*(gpu_networks.CASES if a.gpu_networks else CASES)]
-    usable = [c.name for c in (gpu_networks.CONTENDERS if a.gpu_networks else CONTENDERS)]
-    a.models, a.contenders = a.models or a.cases, a.contenders or usable
-    for option, known in ("models", a.cases), ("contenders", usable):
+    cases = list(gpu_networks.CASES if a.gpu_networks else CASES)
+    contenders = [c.name for c in (gpu_networks.CONTENDERS if a.gpu_networks else CONTENDERS)]
+    a.models, a.contenders = a.models or cases, a.contenders or contenders
+    for option, known in ("models", cases), ("contenders", contenders):
         if unknown := set(getattr(a, option)) - set(known):
             parser.error(f"--{option}: expected some of {known}, got {sorted(unknown)}")
     return a
