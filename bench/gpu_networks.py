@@ -95,18 +95,19 @@ ANCHORS = PLAIN, STORE
 UNFINISHED = "not finished"  # note of a row while its contender is measured
 
 
-class Ends(NamedTuple):
-    """When a process starts no further contender: values of `time.time()`.
+TIMING_SECONDS = 15  # for timing what was started
 
-    A process that compiles ends at `compiled_s`, also within a contender.
-    """
+
+class Ends(NamedTuple):
+    """When a process ends, and when it ends if it compiles: values of `time.time()`."""
 
     all_s: float
     compiled_s: float
 
     def passed(self, contender: Contender) -> bool:
         """Whether it is too late to start a contender."""
-        return time.time() >= (self.compiled_s if contender in COMPILED else self.all_s)
+        end_s = self.compiled_s if contender in COMPILED else self.all_s
+        return time.time() >= end_s - TIMING_SECONDS
 
 
 def _settle(device: torch.device) -> None:
@@ -259,16 +260,18 @@ def measure_rows(rows: Sequence[ModelRow], path: Path, ends: Ends, a: argparse.N
     compiled = [row for row in rows if _BY_NAME[row.contender] in COMPILED]
     uncompiled = [row for row in rows if row not in compiled]
     for group in (uncompiled, *([row] for row in compiled)):
-        if group is not uncompiled:
-            _end_process_at(ends.compiled_s)
+        end_s = ends.all_s if group is uncompiled else ends.compiled_s
         right = {}
         for row in group:
-            if not ends.passed(_BY_NAME[row.contender]):
-                row = network.add(row)
-                if not row.note:
-                    right[row.contender] = row
+            if ends.passed(_BY_NAME[row.contender]):
+                continue
+            if row in compiled:
+                _end_process_at(end_s)
+            row = network.add(row)
+            if not row.note:
+                right[row.contender] = row
         if right:
-            network.time(right, ends.all_s)
+            network.time(right, end_s)
         network.ready = {name: network.ready[name] for name in ANCHORS if name in network.ready}
     return ""
 

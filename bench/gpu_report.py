@@ -121,6 +121,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float) -> list[
     csv = str(folder / f"{slug(measure.device_name(measure.default_device()))}{LAUNCHES}")
     launches = ["-m", "bench.launches", "--csv", csv, "--backend"]
     profiled = {"TEARDOWN_CUPTI": "0"}  # CUDA graphs may crash after CUPTI's teardown
+    ended = {"PYTHONWARNINGS": "ignore:resource_tracker"}  # about processes that ran out of time
     memcheck = ["check-gpu", "SANITIZERS=memcheck", f"PYTHON={sys.executable}"]
     memcheck += [f"SANITIZER_SECONDS={max(1, int(test_seconds) - 10)}"]  # it interrupts the tests
     at_once = {"seconds": test_seconds, "at_once": True}
@@ -136,7 +137,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float) -> list[
         Part("host-library", ["-m", "testbed.cuda_on_host.build"], **at_once),
         Part("compile", [*memory, *NETWORKS, "--compile-only"], needs_gpu=True, **at_once),
         Part("memcheck", memcheck, program="make", needs_gpu=True, **at_once),
-        Part("networks", [*memory, *NETWORKS[:FIRST_NETWORKS]], 250),
+        Part("networks", [*memory, *NETWORKS[:FIRST_NETWORKS]], 250, ended),
         Part("bench-captured", captured, 60, needs_gpu=True),
         Part(
             "bench-resident",
@@ -145,7 +146,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float) -> list[
             {"PREACT_KERNELS_RESIDENT_RUNS": "1"},
             needs_gpu=True,
         ),
-        Part("more-networks", [*memory, *NETWORKS[FIRST_NETWORKS:]], 230),
+        Part("more-networks", [*memory, *NETWORKS[FIRST_NETWORKS:]], 230, ended),
         Part("host", ["-m", "bench.host"], 60),
         Part("ceilings", ["-m", "bench.probes", *out], 45, needs_gpu=True),
         Part(

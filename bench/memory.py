@@ -32,14 +32,14 @@ import torch
 from torch import nn
 
 from bench import gpu_networks, measure, models
-from bench.models import IMAGENET, PLAIN, Case, Expected, Trained
+from bench.models import PLAIN, Case, Expected, Trained
 from bench.records import MEMORY, ModelRow, put, read, remove, slug
 from testbed import published_models as published
 
 
 def _timm(name: str, blocks: str = "") -> Case:
     build = functools.partial(published.timm_model, name)
-    return Case(build, (4, 3, 160, 160), blocks, IMAGENET)
+    return Case(build, (4, 3, 160, 160), blocks)
 
 
 FIGURE = {
@@ -328,28 +328,29 @@ def main(given: Sequence[str] | None = None) -> None:
         with _compiler_caches(a.cache):
             compile_only(a.models, gpu_networks.Ends(end_s, end_s), a)
         return
-    failed, left_out = False, []
+    failed, left_out = False, {}
     for index, name in enumerate(a.models):
         rows = _rows_of(name, a, machine)
         old = _in_file(rows, path)
         if a.resume and all(r.commit == machine.commit and _is_done(r) for r in old):
             continue
         if time.time() >= end_s:
-            left_out += rows
+            left_out[name] = rows
             continue
         with _compiler_caches(a.cache):
             if a.gpu_networks:
                 later = len(a.models) - 1 - index
                 ends = gpu_networks.Ends(end_s, end_s - later * RESERVED_SECONDS)
                 rows = measured_in_one_process(rows, path, ends, a)
-                left_out += [row for row in rows if not _is_done(row)]
+                left_out[name] = [row for row in rows if not _is_done(row)]
                 print(gpu_networks.table(rows), flush=True)
             else:
                 rows = measured(rows, path, a)
                 print(models.table(rows), flush=True)
         failed = failed or any(r.note for r in rows)
-    for row in left_out:
-        print(f"left out: {row.case}, {row.contender}")
+    for name, rows in left_out.items():
+        if rows:
+            print(f"left out: {name}: {'; '.join(row.contender for row in rows)}")
     if failed:
         sys.exit("bench.memory: some contenders were not measured")
 
