@@ -64,6 +64,13 @@ def _converted_block(channels: int) -> nn.Module:
     return pk.convert(block)
 
 
+def _basic_blocks(channels: int) -> nn.Module:
+    blocks = [pk.PreActBasicBlock(channels, channels) for _ in range(2)]
+    for conv in (unit[1] for block in blocks for unit in block.units()):
+        conv.bfloat16()
+    return pk.PreActStage(blocks)
+
+
 def _converted_chain(channels: int) -> nn.Module:
     """The inside of a bottleneck of ResNet v1: `conv(relu(norm(conv(relu(norm(conv(x)))))))`."""
     convs = [nn.Conv2d(channels, channels, 3, padding=1, bias=False).bfloat16() for _ in range(3)]
@@ -88,6 +95,7 @@ CASES = (
     ),
     UnitCase("two GN-SiLU-Conv3 + residual, converted", (8, 128, 256, 256), _converted_block),
     UnitCase("two BN-ReLU-Conv3 behind Conv3, converted", (128, 128, 28, 28), _converted_chain),
+    UnitCase("two basic blocks", (128, 128, 28, 28), _basic_blocks),
     UnitCase("BN-ReLU", (128, 512, 28, 28), lambda c: pk.NormAct(nn.BatchNorm2d(c), "relu")),
 )
 

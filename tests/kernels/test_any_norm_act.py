@@ -174,7 +174,8 @@ def test_no_gradient_passes_where_a_rounded_pre_activation_with_rows_is_zero(bac
     given = arguments((2, 16, 3, 5), torch.float16, 0.0, 0, "weight")
     norm = given.norm._replace(weight=torch.full((2, 16), 1e-9), bias=torch.zeros(16))
     y = torch.zeros_like(given.y)
-    given = given._replace(norm=norm, step=given.step._replace(norm=norm), y=y)
+    step = given.step._replace(norm=norm, skip=torch.zeros_like(given.x))
+    given = given._replace(norm=norm, step=step, y=y)
     for op in NORM_OPS:
         if "backward" in op or "activated" in op:
             assert not any(t.any() for t in run(kernels(), op, given).values()), op
