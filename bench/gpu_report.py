@@ -147,7 +147,7 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float) -> list[
             needs_gpu=True,
         ),
         Part("more-networks", [*memory, *NETWORKS[FIRST_NETWORKS:]], 230, ended),
-        Part("host", ["-m", "bench.host"], 60),
+        Part("host", ["-m", "bench.host", "--profile", "25"], 60),
         Part("ceilings", ["-m", "bench.probes", *out], 45, needs_gpu=True),
         Part(
             "kernels",

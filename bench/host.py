@@ -4,11 +4,14 @@ Runs networks on small images, where kernels take little of a step, in one threa
 and built of fused modules. The difference between the last two is what a conversion costs beside
 its kernels: module calls, comparison of the calls with those of the last step, or recording and
 matching in a model's first step. Also runs a network in which nothing can run fused. On a GPU,
-CUDA events time the same calls: the GPU waits for the host.
+CUDA events time the same calls: the GPU waits for the host. `--profile` lists the functions that
+take longest in a step of the fused and of the converted network.
 """
 
 import copy
+import cProfile
 import gc
+import pstats
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -114,17 +117,43 @@ def line_of(name: str, steps: int, device: torch.device) -> dict[str, str]:
     return line | {"us a unit": added_us, "us a unit, first": first_us}
 
 
+def print_profile(name: str, count: int, device: torch.device) -> None:
+    """Prints the functions that take longest in a step, by cProfile, which slows down calls."""
+    case, steps = CASES[name], 3
+    torch.manual_seed(0)
+    models = {CONVERTED: pk.convert(case.build())}
+    if case.fused is not None:
+        models[FUSED] = case.fused()
+    x = _channels_last(torch.randn(case.shape)).to(device)
+    for key, model in models.items():
+        model.to(device, memory_format=torch.channels_last)
+        profile = cProfile.Profile()
+        with torch.autograd.set_multithreading_enabled(False):  # the profiler sees this thread
+            for step in range(2 + steps):
+                measure.synchronize(device)
+                if step >= 2:
+                    profile.enable()
+                model(x).sum().backward()
+                profile.disable()
+        print(f"{name}, {key}: {steps} steps")
+        pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(count)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = measure.parser("bench.host", __doc__, "--device")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--steps", type=int, default=15, help="rounds, each model in turn")
     parser.add_argument("--threads", type=int, default=1)
+    words = "also list the COUNT functions that take longest"
+    parser.add_argument("--profile", type=int, default=0, metavar="COUNT", help=words)
     a = parser.parse_args(arguments)
     threads = torch.get_num_threads()
     torch.set_num_threads(a.threads)
     try:
         lines = [line_of(name, a.steps, a.device) for name in a.cases]
+        for name in a.cases if a.profile else ():
+            print_profile(name, a.profile, a.device)
     finally:
         torch.set_num_threads(threads)
     print(table(lines))
