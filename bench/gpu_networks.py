@@ -1,9 +1,9 @@
 """Networks of `python -m bench.memory` on a GPU, and the process that measures one of them.
 
 A process measures all contenders of a network, since it takes long to start one on a GPU. In order,
-each contender is built and, if it is converted, compared with float64; its bytes are measured and
-its row is written. Then they are timed in turn. The contenders that torch.compile compiles come
-last; each is timed in turn with `ANCHORS`.
+each contender is built; if it is converted, its output and gradients are compared with the plain
+model in a wider dtype; its bytes are measured and its row is written. Then they are timed in turn.
+The contenders that torch.compile compiles come last; each is timed in turn with `ANCHORS`.
 
 On a CPU, the same runs small inputs and captures nothing.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from bench import measure, models, records
 from bench.models import CIFAR, IMAGENET, PLAIN, Case, Contender, Expected, Trained
@@ -93,6 +94,7 @@ CONTENDERS = (
 _BY_NAME |= {c.name: c for c in CONTENDERS}
 ANCHORS = PLAIN, STORE
 UNFINISHED = "not finished"  # note of a row while its contender is measured
+HANG_SECONDS = 60  # on a GPU, for the bytes of a contender that is not compiled
 
 
 TIMING_SECONDS = 15  # for timing what was started
@@ -115,6 +117,7 @@ def _settle(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that has multiplied
         torch.cuda.empty_cache()
 
 
@@ -143,6 +146,17 @@ def _captured_bytes(one: Trained) -> int:
     return torch.cuda.memory_reserved(one.device) - before
 
 
+def _gradients(one: Trained) -> list[Tensor]:
+    one.gradients()
+    return [p.grad for p in one.model.parameters() if p.grad is not None]
+
+
+def _distance(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """The norm of the difference of all tensors together."""
+    pairs = zip(found, truth, strict=True)
+    return float(torch.stack([(f.double() - t.double()).norm() for f, t in pairs]).norm())
+
+
 class Network:
     """A network and the contenders that are ready to be timed.
 
@@ -163,11 +177,33 @@ class Network:
         """What converted models are compared with."""
         return Expected.of(Trained(_BY_NAME[PLAIN], self.case, self.plain, self.a))
 
+    @functools.cached_property
+    def expected_gradients(self) -> tuple[list[Tensor], float]:
+        """The gradients of the plain model in a wider dtype, and the error of its own."""
+        single = argparse.Namespace(**vars(self.a) | {"dtype": torch.float32})
+        wide, plain = (Trained(_BY_NAME[PLAIN], self.case, self.plain, a) for a in (single, self.a))
+        if self.a.dtype == torch.float32:
+            wide.model.double()
+            wide.x = wide.x.double()
+        truth = _gradients(wide)
+        return truth, _distance(_gradients(plain), truth)
+
+    def check_gradients(self, one: Trained) -> None:
+        """Raises if the gradients of all parameters together exceed the budget in the README."""
+        truth, plain_error = self.expected_gradients
+        norm = float(torch.stack([t.double().norm() for t in truth]).norm())
+        error = _distance(_gradients(one), truth)
+        if not error <= 2 * plain_error + torch.finfo(self.a.dtype).eps / 2 * norm:
+            raise ArithmeticError(
+                f"error of gradients {error:.3g}, of the plain model {plain_error:.3g}"
+            )
+
     def _with_bytes(self, row: ModelRow) -> ModelRow:
         contender, fused = _BY_NAME[row.contender], ""
         one = Trained(contender, self.case, self.plain, self.a)
         if contender.is_fused:
             models.check_equal(one, self.expected)
+            self.check_gradients(one)
             fused = one.fused_norms()
         for _ in range(2):  # the first ones allocate, record and compile
             one.step()
@@ -239,12 +275,13 @@ class Network:
             print(f"in the same rounds, {name} took {times[name].median_ms:,.1f} ms", flush=True)
 
 
-def _end_process_at(end_s: float) -> None:
-    """Ends this process at a value of `time.time()`, whatever it does then."""
+def _end_process_at(end_s: float) -> threading.Timer:
+    """Ends this process at a value of `time.time()`, whatever it does then, unless cancelled."""
     seconds = min(max(0.0, end_s - time.time()), threading.TIMEOUT_MAX)
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()
+    return timer
 
 
 def measure_rows(rows: Sequence[ModelRow], path: Path, ends: Ends, a: argparse.Namespace) -> str:
@@ -257,6 +294,8 @@ def measure_rows(rows: Sequence[ModelRow], path: Path, ends: Ends, a: argparse.N
         network = Network(CASES[rows[0].case], a, path)
     except ImportError as error:
         return f"{error.name} is not installed"
+    except RuntimeError as error:  # of diffusers: versions of packages
+        return measure.first_line(error)
     compiled = [row for row in rows if _BY_NAME[row.contender] in COMPILED]
     uncompiled = [row for row in rows if row not in compiled]
     for group in (uncompiled, *([row] for row in compiled)):
@@ -265,9 +304,14 @@ def measure_rows(rows: Sequence[ModelRow], path: Path, ends: Ends, a: argparse.N
         for row in group:
             if ends.passed(_BY_NAME[row.contender]):
                 continue
+            timer = None
             if row in compiled:
                 _end_process_at(end_s)
+            elif a.device.type == "cuda":
+                timer = _end_process_at(time.time() + HANG_SECONDS)
             row = network.add(row)
+            if timer is not None:
+                timer.cancel()
             if not row.note:
                 right[row.contender] = row
         if right:
@@ -299,10 +343,10 @@ def compile_model(name: str, contenders: Sequence[str], ends: Ends, a: argparse.
 
 def table(rows: Sequence[ModelRow]) -> str:
     """Formats a line per contender, also relative to eager in channels_last."""
-    plain = next((row for row in rows if row.contender == PLAIN), None)
+    by_name = {row.contender: row for row in rows}
 
-    def share(row: ModelRow, column: str) -> str:
-        own, whole = getattr(row, column), getattr(plain, column, None)
+    def share(row: ModelRow, column: str, plain: str = PLAIN) -> str:
+        own, whole = getattr(row, column), getattr(by_name.get(plain), column, None)
         return number(own / whole if own is not None and whole else None, ".2f")
 
     lines = []
@@ -311,7 +355,10 @@ def table(rows: Sequence[ModelRow]) -> str:
         relative = {
             "images a second": number(row.median_ms and batch / row.median_ms * 1e3, ",.0f"),
             "time of eager": share(row, "median_ms"),
-            "peak of eager": share(row, "peak_bytes"),
+            # Of captured steps, it is another quantity: `_captured_bytes`.
+            "peak of eager": share(
+                row, "peak_bytes", f"{PLAIN}, graph" if row.contender.endswith("graph") else PLAIN
+            ),
         }
         lines.append(models.line(row) | relative)
     return records.table(lines)

@@ -2,10 +2,11 @@
 
 Uses the installed Python with torch, pytest and the packages of the benchmarks, and no internet
 connection. The packages in `PACKAGES`, which `make gpu-packages` writes, are unpacked into a
-temporary folder. First builds the libraries, unless they were built from the same sources. Then
-runs the parts in `parts_of`: those that measure nothing all at once, then those that measure one by
-one, the most important first. If a part fails or runs out of time, the next one starts. `--parts`
-chooses.
+temporary folder, without those that this Python has. First builds the libraries, unless they were
+built from the same sources. Then runs the parts in `parts_of`: those that measure nothing all at
+once, then those that measure one by one, the most important first. If a part fails or runs out of
+time, the next one starts. `--parts` chooses.
+
 FOLDER gets `summary.txt` (one line per part), `log.txt` (output of the parts) and the CSV files of
 the benchmarks, all written when a part ends or before. For tables and plots, copy the CSV files to
 bench/results/ and run `make report`.
@@ -16,9 +17,11 @@ Without a GPU this is a dry run without the parts that need one.
 import concurrent.futures
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -165,6 +168,18 @@ def parts_of(folder: Path, options: Sequence[str], test_seconds: float) -> list[
     return [part for part in parts if has_gpu or not part.needs_gpu]
 
 
+def remove_installed(folder: Path) -> None:
+    """Deletes the packages in a folder that this Python has: others may need its versions."""
+    for package in importlib.metadata.distributions(path=[str(folder)]):
+        try:
+            importlib.metadata.distribution(package.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for name in {path.parts[0] for path in package.files or ()} - {".."}:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def with_packages() -> Iterator[None]:
     """Lets the parts import the packages of `PACKAGES`, if it is there."""
@@ -172,6 +187,7 @@ def with_packages() -> Iterator[None]:
         if PACKAGES.exists():
             with tarfile.open(PACKAGES) as archive:
                 archive.extractall(folder, filter="data")
+            remove_installed(Path(folder))
             paths = filter(None, [os.environ.get("PYTHONPATH"), folder])
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         yield

@@ -274,6 +274,8 @@ def _compiler_caches(folder: Path | None) -> Iterator[None]:
 
     Their key has the memory budget. An empty cache has nothing of older versions.
     """
+    for path in folder.rglob("*.best_config") if folder else ():
+        path.unlink()  # chosen by times, on a GPU that may have been busy
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder or temporary)
         yield

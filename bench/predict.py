@@ -8,9 +8,11 @@ kernel runs. Prints, for eager PyTorch, `torch.utils.checkpoint` and each memory
 - the bytes that a forward keeps for the backward, and the peak memory of a step above the memory
   between steps: tensors, without workspaces of cuDNN and fragments of the allocator;
 - launches of this package, operators of PyTorch that launch kernels, the bytes that they move (each
-  tensor in their arguments once, and what PyTorch's norms read twice), and the FLOPs of products;
+  tensor in their arguments once, and what PyTorch's norms read twice), and the FLOPs of PyTorch's
+  operators;
 - a lower bound of the time: for each launch its bytes over copy bandwidth or its FLOPs over the
-  rate of products, whichever is longer, and a gap, with the constants of bench/launches.py.
+  rate of a large product, whichever is longer, and a gap (constants of bench/launches.py), without
+  the FLOPs of fused convolutions.
 
 Attention takes more here than on a GPU, where PyTorch has fused kernels for it. `--top` lists what
 takes longest.
@@ -41,7 +43,8 @@ from bench.records import Measured, mib, put
 from preact_kernels.torch_compat import storage_id
 from testbed import fake_cuda
 
-FLOPS_PER_US = 6e8  # of products in half precision, on an H200: an assumption
+# Of a large product in bfloat16: nvidia-h200-ceilings.csv in bench/results.
+FLOPS_PER_US = 7.36e8
 ALIGNMENT = 512  # bytes, of tensors on a GPU
 # How many of their first arguments PyTorch's norms read twice: for sums, then for the result.
 READ_TWICE = {
@@ -75,7 +78,7 @@ class Memory:
         del self._alive[key]
         self.now -= size
 
-    def add_for_a_moment(self, size: int) -> None:
+    def add_temporarily(self, size: int) -> None:
         """Counts bytes that are freed at once."""
         self.peak = max(self.peak, self.now + size)
 
@@ -135,7 +138,7 @@ class PredictedRow(Measured):
     kernels: int  # launches of this package
     operators: int  # operators of PyTorch that launch kernels
     bytes_moved: int
-    flops: float
+    flops: float  # of PyTorch's operators
     least_ms: float
     fused: str = ""
 
@@ -168,7 +171,7 @@ def step_of(
     a = argparse.Namespace(dtype=dtype, device=torch.device("cuda"))
     with (
         dry_run.cuda_launches(recorder, fake_cuda.MULTIPROCESSORS, with_instructions=False),
-        fake_cuda.gpu(recorder.memory.add_for_a_moment),
+        fake_cuda.gpu(recorder.memory.add_temporarily),
         recorder,
     ):
         one = Trained(contender, network, fake_cuda.to_gpu(plain), a)
@@ -186,10 +189,10 @@ def step_of(
         peak_bytes = recorder.memory.peak - before
     works: dict[tuple[str, str], Work] = collections.defaultdict(Work)
     for index in range(begin, end):
-        met = recorder.recorded[index]
-        moved = met.launch.bytes_moved or sum(n or 0 for n in met.tensors.values())
-        works[met.launch.name, recorder.shapes[index]].add(
-            met.launch._replace(bytes_moved=moved), recorder.flops[index]
+        launch, tensors, *_ = recorder.recorded[index]
+        moved = launch.bytes_moved or sum(n or 0 for n in tensors.values())
+        works[launch.name, recorder.shapes[index]].add(
+            launch._replace(bytes_moved=moved), recorder.flops[index]
         )
     own = sum(work.count for key, work in works.items() if not key[0].startswith("aten::"))
     row = PredictedRow(
@@ -218,9 +221,9 @@ def line_of(row: PredictedRow) -> dict[str, str]:
         "kept, MiB": mib(row.saved_bytes),
         "peak, MiB": mib(row.peak_bytes),
         "kernels": str(row.kernels),
-        "of PyTorch": str(row.operators),
+        "operators": str(row.operators),
         "GB": f"{row.bytes_moved / 1e9:.1f}",
-        "TFLOP": f"{row.flops / 1e12:.2f}",
+        "TFLOP, PyTorch": f"{row.flops / 1e12:.2f}",
         "at least ms": f"{row.least_ms:.1f}",
     }
 
@@ -268,7 +271,7 @@ def main(given: Sequence[str] | None = None) -> int:
     os.environ.pop("LD_PRELOAD")  # for the compilers that this process starts
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by `copy`
     machine = measure.Machine.of(torch.device("cpu"))
-    machine = dataclasses.replace(machine, device=fake_cuda.NAME)
+    machine = dataclasses.replace(machine, device=f"{fake_cuda.NAME}, predicted")
     lines = []
     for case in a.models:
         for contender in CONTENDERS:

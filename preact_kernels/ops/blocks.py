@@ -394,8 +394,8 @@ class StageBackward:
             needs_weight, needs_bias, needs_conv_weight = self.needed.parameters[i]
             needs_g = i > first or needs_input or needs_weight or needs_bias
             needs_dy = i == end - 1 and block.is_residual and dy.step is not None
-            is_whole = self._is_taken_whole(index, i, inputs[0])
-            wanted = Wanted(needs_g, needs_conv_weight, needs_dy, activated=is_whole)
+            at_once = self._is_computed_at_once(i, h)
+            wanted = Wanted(needs_g, needs_conv_weight, needs_dy, activated=at_once)
             unit_inputs = Inputs(h, norm, stage.values.parameters[i].conv_weight)
             g, sums, dconv_weight, whole, activated = kernels.norm_act_conv_backward(
                 unit, dy, unit_inputs, wanted
@@ -411,7 +411,7 @@ class StageBackward:
                     Wanted(needs_g, needs_projection),
                 )
                 self.gradients.projections[index] = found.conv_weight
-                if needs_g:
+                if needs_g:  # `found.g` is masked; if `g` is not yet, ReLU's mask does no harm
                     g = cast(Tensor, g).to(h.dtype)  # in a float32 stream, add in float32
                     g.add_(cast(Tensor, found.g))
                     cast(Tensor, sums).add_(cast(Tensor, found.sums))
@@ -427,28 +427,19 @@ class StageBackward:
                     dy = Gradient(kernels.norm_input_gradient(dy, activated=True))
         return inputs[0], dy
 
-    def _is_taken_whole(self, index: int, unit: int, block_input: Tensor | None) -> bool:
-        """Whether the gradient of a unit's input is computed at once, and no projection adds to g.
+    def _is_computed_at_once(self, unit: int, h: Tensor) -> bool:
+        """Whether no step of the gradient of a unit's input `h` is deferred.
 
-        So it is if the caller takes it, or PyTorch's convolution of the unit before.
-
-        Args:
-            index: index of the block.
-            unit: index of the unit.
-            block_input: input of the block, if known.
+        The caller and PyTorch's convolutions take whole gradients. False while compiling, where ops
+        return `g` itself.
         """
         stage = self.stage
-        begin = stage.first_unit[index]
-        if torch.compiler.is_compiling():  # ops return g itself
-            return False
-        if unit == begin and stage.blocks[index].projection is not None:
+        if torch.compiler.is_compiling():
             return False
         if unit == 0:
             return True
-        x = block_input if unit - 1 == begin else stage.inputs[unit - 1]
-        if x is None:  # not kept: the number of pixels is unknown
-            return False
-        return bool(stage.kernels.refusal(stage.units[unit - 1], x.numel() // x.shape[1]))
+        # The unit before may have more pixels in its input, which may not be known yet.
+        return bool(stage.kernels.refusal(stage.units[unit - 1], h.numel() // h.shape[1]))
 
     def _set_gradients(self, unit: int, conv_weight: Tensor | None, sums: Tensor | None) -> None:
         dbn_bias, dbn_weight = (None, None) if sums is None else sums.unbind()

@@ -35,7 +35,7 @@ MULTIPROCESSORS = 132
 
 class _Mode(FakeTensorMode):
     def __deepcopy__(self, memo: dict) -> "_Mode":
-        return self  # of the copies of its tensors
+        return self  # a tensor and its copy have the same mode
 
 
 def environment() -> dict[str, str]:
