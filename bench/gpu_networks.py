@@ -117,7 +117,6 @@ def _settle(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that has multiplied
         torch.cuda.empty_cache()
 
 
