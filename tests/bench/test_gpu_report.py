@@ -110,3 +110,19 @@ def test_parts_import_the_packages_of_the_archive(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/first")
     assert gpu_report.main([str(tmp_path / "out")]) == 0
     assert re.fullmatch(r"part: ok after \d+ s: imported", summary(tmp_path / "out")[-1])
+
+
+def test_packages_that_are_installed_are_not_taken_from_the_archive(tmp_path):
+    for name in ("pytest", "not_installed"):
+        about = tmp_path / f"{name}-0.1.dist-info"
+        (tmp_path / name).mkdir()
+        about.mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+        files = f"{name}/__init__.py", f"{about.name}/METADATA", "../../bin/tool"
+        (about / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    gpu_report.remove_installed(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "not_installed",
+        "not_installed-0.1.dist-info",
+    }
