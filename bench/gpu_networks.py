@@ -95,8 +95,6 @@ _BY_NAME |= {c.name: c for c in CONTENDERS}
 ANCHORS = PLAIN, STORE
 UNFINISHED = "not finished"  # note of a row while its contender is measured
 HANG_SECONDS = 60  # on a GPU, for the bytes of a contender that is not compiled
-
-
 TIMING_SECONDS = 15  # for timing what was started
 
 

@@ -272,10 +272,11 @@ def compile_only(names: Sequence[str], ends: gpu_networks.Ends, a: argparse.Name
 def _compiler_caches(folder: Path | None) -> Iterator[None]:
     """Sets the folder of PyTorch's caches of compiled code: a temporary one if None.
 
-    Their key has the memory budget. An empty cache has nothing of older versions.
+    Their key has the memory budget. An empty cache has nothing of older versions. Configurations of
+    kernels that were chosen by times are deleted: the GPU may have been busy.
     """
     for path in folder.rglob("*.best_config") if folder else ():
-        path.unlink()  # chosen by times, on a GPU that may have been busy
+        path.unlink()
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder or temporary)
         yield

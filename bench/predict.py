@@ -260,12 +260,10 @@ def main(given: Sequence[str] | None = None) -> int:
     """Prints the table, and writes the CSV file."""
     a = arguments(given)
     if not fake_cuda.is_loaded():
-        command = [
-            sys.executable,
-            "-m",
-            "bench.predict",
-            *(sys.argv[1:] if given is None else given),
-        ]
+        if reason := fake_cuda.missing():
+            sys.exit(f"bench.predict: {reason}")
+        options = sys.argv[1:] if given is None else given
+        command = [sys.executable, "-m", "bench.predict", *options]
         environment = os.environ | fake_cuda.environment()
         return subprocess.run(command, env=environment, check=False).returncode
     os.environ.pop("LD_PRELOAD")  # for the compilers that this process starts

@@ -411,7 +411,7 @@ class StageBackward:
                     Wanted(needs_g, needs_projection),
                 )
                 self.gradients.projections[index] = found.conv_weight
-                if needs_g:  # `found.g` is masked; if `g` is not yet, ReLU's mask does no harm
+                if needs_g:  # `found.g` is masked; ReLU may mask it again with the sum
                     g = cast(Tensor, g).to(h.dtype)  # in a float32 stream, add in float32
                     g.add_(cast(Tensor, found.g))
                     cast(Tensor, sums).add_(cast(Tensor, found.sums))

@@ -10,6 +10,7 @@ Not as on a GPU: attention runs in PyTorch's plain operators, and code that asks
 
 import contextlib
 import functools
+import shutil
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,6 +37,15 @@ MULTIPROCESSORS = 132
 class _Mode(FakeTensorMode):
     def __deepcopy__(self, memo: dict) -> "_Mode":
         return self  # a tensor and its copy have the same mode
+
+
+def missing() -> str:
+    """Why a process of this Python cannot have the device, or an empty text."""
+    if torch.version.cuda is not None:
+        return "torch is built with CUDA, and has a CUDA device of its own"
+    if shutil.which(host_compiler.CXX[0]) is None:
+        return "there is no C++ compiler"
+    return ""
 
 
 def environment() -> dict[str, str]:
@@ -132,8 +142,7 @@ def gpu(allocated: Callable[[int], None] = lambda size: None) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         for name, result in functions.items():
-            function = lambda *_, result=result, **__: result  # noqa: E731
-            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+            stack.enter_context(mock.patch.object(torch.cuda, name, return_value=result))
         for owner, name, function in (
             (cuda, "_fits_shared_memory", functools.cache(_fits_shared_memory)),
             (cuda, "library_error", lambda: ""),
@@ -151,12 +160,13 @@ def to_gpu(model: nn.Module) -> nn.Module:
     """Moves a model to the GPU, in place; `Module.to` cannot. Call it inside `gpu`."""
     moved: dict[Tensor, Tensor] = {}  # a parameter may be in several modules
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        owned: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for tensors in owned:
             for name, t in tensors.items():
                 if t is not None:
                     if t not in moved:
                         moved[t] = _on_gpu(t)
-                    tensors[name] = moved[t]  # type: ignore[index]
+                    tensors[name] = moved[t]
     return model
 
 

@@ -124,6 +124,32 @@ def test_networks_of_a_gpu_are_measured_in_one_process(measured, monkeypatch, ca
     assert f"in the same rounds, {STORE} took" in capsys.readouterr().out
 
 
+def test_a_converted_model_with_wrong_gradients_gets_no_time(measured, monkeypatch):
+    convert = memory.models.pk.convert
+
+    def with_wrong_gradients(model, **options):
+        for p in model.parameters():
+            p.register_hook(lambda gradient: 1.01 * gradient)
+        return convert(model, **options)
+
+    monkeypatch.setattr(memory.models.pk, "convert", with_wrong_gradients)
+    with pytest.raises(SystemExit, match="some contenders were not measured"):
+        measured("--gpu-networks", "--contenders", memory.PLAIN, STORE)
+    rows = measured("--gpu-networks", "--resume", "--contenders", memory.PLAIN)
+    assert rows[memory.PLAIN].median_ms and rows[STORE].median_ms is None
+    assert rows[STORE].note.startswith("ArithmeticError: error of gradients ")
+
+
+def test_cached_choices_of_kernels_are_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # restores it
+    kept, deleted = tmp_path / "ab" / "code.py", tmp_path / "ab" / "code.best_config"
+    kept.parent.mkdir()
+    for path in (kept, deleted):
+        path.touch()
+    with memory._compiler_caches(tmp_path):
+        assert kept.exists() and not deleted.exists()
+
+
 def test_a_wrong_captured_step_gets_no_time(measured, monkeypatch):
     def other_step(*arguments):
         return lambda x, target: torch.tensor(1e9)

@@ -1,20 +1,17 @@
 """Training steps on a GPU, predicted without one."""
 
-import shutil
 import subprocess
 import sys
 
 import pytest
-import torch
 
 from bench.gpu_networks import PLAIN, REBUILD, STORE
 from bench.predict import PredictedRow
 from bench.records import read
-from testbed import host_compiler
+from testbed import fake_cuda
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA device of its own")
-@pytest.mark.skipif(shutil.which(host_compiler.CXX[0]) is None, reason="no C++ compiler")
+@pytest.mark.skipif(bool(fake_cuda.missing()), reason=fake_cuda.missing())
 def test_a_step_is_predicted_for_each_contender(tmp_path):
     path, names = tmp_path / "predicted.csv", [PLAIN, STORE, REBUILD]
     command = ["-m", "bench.predict", "--models", "WRN-28-10", "--csv", str(path), "--top", "20"]

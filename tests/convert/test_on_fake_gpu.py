@@ -1,18 +1,15 @@
 """Converted models on a GPU of fake tensors, which need no GPU."""
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
-import torch
 
-from testbed import fake_cuda, host_compiler
+from testbed import fake_cuda
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has a CUDA device of its own")
-@pytest.mark.skipif(shutil.which(host_compiler.CXX[0]) is None, reason="no C++ compiler")
+@pytest.mark.skipif(bool(fake_cuda.missing()), reason=fake_cuda.missing())
 def test_results_have_the_dtypes_and_strides_of_plain_models():
     environment = os.environ | fake_cuda.environment()
     command = [sys.executable, "-m", "tests.convert.on_fake_gpu"]
